@@ -1,0 +1,206 @@
+"""Configuration of a P-EAGLE drafter.
+
+One `config.json` serves two readers. Transformers loads it with `trust_remote_code=True` as a [`PEagleConfig`]; vLLM's
+EAGLE-3 loader, which reads the same folder without our code, sees a `LlamaConfig` (hence `model_type: "llama"`) with
+the extra keys that it looks for. P-EAGLE: https://huggingface.co/papers/2602.01469, EAGLE-3:
+https://huggingface.co/papers/2503.01840.
+"""
+
+import hashlib
+import json
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlamaConfig
+
+# Two models of one family may pad the same vocabulary to different sizes (Gemma-3: 262,144 and 262,208 rows). Sizes
+# further apart than this belong to different tokenizers.
+MAX_VOCAB_PADDING = 512
+
+
+def default_layer_ids(num_layers: int) -> list[int]:
+    """Which hidden states of the target the drafter reads, as indices into transformers' `output.hidden_states`.
+
+    Index `i` is the residual stream that *enters* layer `i` (0 is the embeddings). The last index, `num_layers`, is never
+    used: transformers returns it after the final norm, other engines before it. EAGLE-3, P-EAGLE and vLLM all take a low,
+    a middle and a high layer, `[2, n // 2, n - 3]`; targets too shallow for that give what they have.
+
+    Args:
+        num_layers (`int`): Decoder layers of the target.
+
+    Returns:
+        `list[int]`: Distinct ascending ids below `num_layers`; three of them for every target of three layers or more.
+    """
+    if num_layers >= 7:
+        return [2, num_layers // 2, num_layers - 3]
+    if num_layers >= 4:
+        return [1, num_layers // 2, num_layers - 1]
+    return list(range(num_layers))
+
+
+def tokenizer_fingerprint(tokenizer) -> str:
+    """SHA-256 of a tokenizer's token-to-id table: equal exactly when two tokenizers give the ids the same meaning."""
+    table = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(table.encode()).hexdigest()
+
+
+@strict
+class PEagleConfig(LlamaConfig):
+    r"""
+    Args (beside those of [`LlamaConfig`], which describe the drafter's own layers):
+        vocab_size (`int`): Vocabulary of the *target* (rows of its embedding).
+        target_hidden_size (`int`, *optional*, defaults to `hidden_size`): Width of the target.
+        target_num_hidden_layers (`int`, *optional*): Layers of the target; checked when the drafter is attached.
+        target_name_or_path (`str`, *optional*): The target that the drafter was trained for.
+        target_tokenizer_hash (`str`, *optional*): [`tokenizer_fingerprint`] of the target's tokenizer.
+        eagle_aux_hidden_state_layer_ids (`list[int]`): See [`default_layer_ids`].
+        draft_vocab_size (`int`, *optional*, defaults to `vocab_size`): Tokens that the drafter can propose.
+        mask_token_id (`int`): Reserved token of the target whose embedding stands in every slot of depth 1 and more.
+        num_depths (`int`): Depths that the drafter was trained for (K_train).
+        speculation_depth (`int`): Draft tokens per round when decoding (K), unless `num_assistant_tokens` says otherwise.
+        fc_norm (`bool`): One RMSNorm per target layer before the fusion (EAGLE-3.1).
+        own_embeddings (`bool`): The checkpoint carries `embed_tokens`. Otherwise the target's table is borrowed.
+    """
+
+    vocab_size: int = 32000
+    target_hidden_size: int | None = None
+    target_num_hidden_layers: int | None = None
+    target_name_or_path: str | None = None
+    target_tokenizer_hash: str | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    draft_vocab_size: int | None = None
+    mask_token_id: int = 0
+    num_depths: int = 8
+    speculation_depth: int = 4
+    fc_norm: bool = True
+    own_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if self.eagle_aux_hidden_state_layer_ids is None:
+            self.eagle_aux_hidden_state_layer_ids = default_layer_ids(self.target_num_hidden_layers or 32)
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Part of `@strict`-powered validation: runs at construction and before every save."""
+        super().validate_architecture()
+        ids = self.eagle_aux_hidden_state_layer_ids
+        if not ids or ids != sorted(set(ids)) or ids[0] < 0:
+            raise ValueError(f"eagle_aux_hidden_state_layer_ids must be distinct and ascending, got {ids}.")
+        if self.target_num_hidden_layers is not None and ids[-1] >= self.target_num_hidden_layers:
+            raise ValueError(
+                f"eagle_aux_hidden_state_layer_ids {ids} reach beyond a target of {self.target_num_hidden_layers} layers: "
+                f"use ids below {self.target_num_hidden_layers}."
+            )
+        if not 1 <= self.speculation_depth <= self.num_depths:
+            raise ValueError(
+                f"speculation_depth is {self.speculation_depth}; it must lie between 1 and num_depths ({self.num_depths}), "
+                "the depths that the drafter is trained for."
+            )
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} must lie in 1..vocab_size ({self.vocab_size}).")
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} must lie in 0..{self.vocab_size - 1}.")
+        if not self.own_embeddings and self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"A drafter of width {self.hidden_size} cannot borrow the embeddings of a target of width "
+                f"{self.target_hidden_size}: set own_embeddings=True."
+            )
+
+    @property
+    def num_features(self) -> int:
+        """Width of the concatenated target features that enter the fusion (before `fc`)."""
+        return len(self.eagle_aux_hidden_state_layer_ids) * self.target_hidden_size
+
+    def to_dict(self):
+        """As the parent's, with the keys that vLLM's EAGLE-3 loader reads derived from our own fields.
+
+        `save_pretrained` writes the Python class into `architectures`, which vLLM does not know, so it is set here: every
+        way to a `config.json`, a Trainer checkpoint included, passes through this method.
+        """
+        return super().to_dict() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(self.eagle_aux_hidden_state_layer_ids),
+            },
+            "num_aux_hidden_states": len(self.eagle_aux_hidden_state_layer_ids),
+            "parallel_drafting": True,
+            "pard_token": self.mask_token_id,
+            "ptd_token_id": self.mask_token_id,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "norm_output": False,
+        }
+
+    @classmethod
+    def for_target(cls, target, tokenizer, *, mask_token_id: int, num_hidden_layers: int = 1, **kwargs) -> "PEagleConfig":
+        """A drafter configuration shaped after a target: same width, heads, MLP and RoPE base.
+
+        Args:
+            target (`PreTrainedModel`): A causal language model, or a composite one with a text model inside.
+            tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer, whose hash is stored.
+            mask_token_id (`int`): See the class.
+            num_hidden_layers (`int`): Layers of the drafter.
+            kwargs: Any other field, taking precedence (`hidden_size`, `draft_vocab_size`, `num_depths`, ...).
+        """
+        text = target.config.get_text_config()
+        # The drafter's RoPE only needs the target's base frequency; context-extension scalings stay the target's own.
+        # Gemma-3 keeps one set of RoPE parameters per kind of layer.
+        rope = text.rope_parameters.get("full_attention", text.rope_parameters)
+        fields = {
+            "vocab_size": target.get_input_embeddings().weight.shape[0],
+            "hidden_size": text.hidden_size,
+            "intermediate_size": text.intermediate_size,
+            "num_attention_heads": text.num_attention_heads,
+            "num_key_value_heads": text.num_key_value_heads,
+            "head_dim": getattr(text, "head_dim", None),  # some families derive it
+            "rms_norm_eps": text.rms_norm_eps,
+            "max_position_embeddings": text.max_position_embeddings,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+            "pad_token_id": text.pad_token_id,
+            "target_hidden_size": text.hidden_size,
+            "target_num_hidden_layers": text.num_hidden_layers,
+            "target_name_or_path": target.name_or_path,
+            "target_tokenizer_hash": tokenizer_fingerprint(tokenizer),
+            "eagle_aux_hidden_state_layer_ids": default_layer_ids(text.num_hidden_layers),
+        }
+        return cls(**fields | {"mask_token_id": mask_token_id, "num_hidden_layers": num_hidden_layers} | kwargs)
+
+    def check_target(self, target, tokenizer=None):
+        """Refuse a target that the drafter was not made for.
+
+        Raises:
+            ValueError: The target's width, depth, vocabulary or tokenizer differ; the message names both values.
+        """
+        text = target.config.get_text_config()
+        rows = target.get_input_embeddings().weight.shape[0]
+        made_for = f"This drafter was trained for {self.target_name_or_path or 'another target'}"
+        fix = "Load the target it was trained for, or train a drafter for this one with train_peagle.py."
+        if text.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"{made_for} with hidden size {self.target_hidden_size}, but this target's is {text.hidden_size}. {fix}"
+            )
+        if self.target_num_hidden_layers not in (None, text.num_hidden_layers):
+            raise ValueError(
+                f"{made_for} with {self.target_num_hidden_layers} layers, but this target has {text.num_hidden_layers}. {fix}"
+            )
+        if self.eagle_aux_hidden_state_layer_ids[-1] >= text.num_hidden_layers:
+            raise ValueError(
+                f"{made_for}: it reads hidden states {self.eagle_aux_hidden_state_layer_ids}, but this target has only "
+                f"{text.num_hidden_layers} layers. {fix}"
+            )
+        if abs(rows - self.vocab_size) >= MAX_VOCAB_PADDING:
+            raise ValueError(
+                f"{made_for} with a vocabulary of {self.vocab_size}, but this target's has {rows} entries. {fix}"
+            )
+        if tokenizer is not None and self.target_tokenizer_hash is not None:
+            if tokenizer_fingerprint(tokenizer) != self.target_tokenizer_hash:
+                raise ValueError(f"{made_for}, whose tokenizer gives the token ids another meaning than this one. {fix}")
+
+
+PEagleConfig.register_for_auto_class()

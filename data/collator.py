@@ -1,0 +1,90 @@
+"""Packed blocks to training rows: documents laid end to end, and the (anchor, depth) slots that the drafter learns from."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+def sample_slots(loss_mask, document_ids, num_depths: int, cod_ratio: float, cod_floor: float):
+    """Conditional-drop-token (COD) sampling: which slots of a packed row to train, and which of them carry a loss.
+
+    All slots of depth 0 are kept, as they are the context of the others. A slot of depth d is a candidate if its whole
+    chain, depths 0 to d of one anchor, predicts supervised tokens of one document; `max(cod_ratio ** d, cod_floor)` of the
+    candidates are kept, nested: only where depth d - 1 was kept. From PARD (https://huggingface.co/papers/2504.18583).
+
+    Args:
+        loss_mask (`torch.BoolTensor` of shape `(tokens,)`): The tokens that the target generated.
+        document_ids (`torch.LongTensor` of shape `(tokens,)`): The document of each token; documents are contiguous.
+        num_depths (`int`): Depths to train.
+        cod_ratio (`float`), cod_floor (`float`): See above; a ratio of 1 keeps everything.
+
+    Returns:
+        `(anchor, depth, scored)`: `torch.LongTensor` of shape `(slots,)` twice, ordered by depth, and the indices of the
+        slots that carry a loss, shape `(rows,)`. Slot (a, d) predicts token a + 2 + d.
+    """
+    tokens = len(loss_mask)
+    position = torch.arange(tokens)
+    context = position[:-1][document_ids[:-1] == document_ids[1:]]
+    anchors, depths, scored = [context], [torch.zeros_like(context)], []
+    kept = candidates = context
+    for depth in range(num_depths):
+        inside = (candidates + 2 + depth) < tokens
+        candidates = candidates[inside]
+        label = candidates + 2 + depth
+        candidates = candidates[loss_mask[label] & (document_ids[label] == document_ids[candidates])]
+        kept = candidates[torch.isin(candidates, kept)]
+        if depth == 0:
+            scored.append(torch.searchsorted(context, kept))
+            continue
+        wanted = round(len(candidates) * max(cod_ratio**depth, cod_floor))
+        kept = kept[torch.randperm(len(kept))[:wanted].sort().values]
+        scored.append(sum(map(len, anchors)) + torch.arange(len(kept)))
+        anchors.append(kept)
+        depths.append(torch.full_like(kept, depth))
+    return torch.cat(anchors), torch.cat(depths), torch.cat(scored)
+
+
+@dataclass
+class PackingCollator:
+    """Packed blocks (columns `input_ids`, `loss_mask`, `seq_lengths`, `block`) to one flattened row without padding.
+
+    The keys of the result beside those below are `block` (list of ints) and the varlen arguments of flash attention,
+    `cu_seq_lens_q/k` and `max_length_q/k`; attention kernels that do not read them isolate the documents by the restart of
+    `position_ids`.
+
+    | key | shape | |
+    |---|---|---|
+    | `input_ids`, `position_ids`, `document_ids` | `(1, tokens)` | |
+    | `anchor`, `depth` | `(slots,)` | see [`sample_slots`] |
+    | `scored` | `(rows,)` | slots that carry a loss |
+    | `labels` | `(1, rows)` | the token that each of them predicts |
+    """
+
+    num_depths: int
+    cod_ratio: float
+    cod_floor: float
+
+    def __call__(self, blocks: list[dict]) -> dict:
+        lengths = torch.tensor([length for block in blocks for length in block["seq_lengths"]])
+        input_ids = torch.cat([torch.as_tensor(block["input_ids"]) for block in blocks]).long()
+        loss_mask = torch.cat([torch.as_tensor(block["loss_mask"]) for block in blocks]).bool()
+        document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        ends = lengths.cumsum(0)
+        position_ids = torch.arange(len(input_ids)) - (ends - lengths)[document_ids]
+        anchor, depth, scored = sample_slots(loss_mask, document_ids, self.num_depths, self.cod_ratio, self.cod_floor)
+        boundaries = torch.nn.functional.pad(ends, (1, 0)).int()
+        longest = int(lengths.max())
+        return {
+            "input_ids": input_ids[None],
+            "position_ids": position_ids[None],
+            "document_ids": document_ids[None],
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
+            "max_length_q": longest,
+            "max_length_k": longest,
+            "anchor": anchor,
+            "depth": depth,
+            "scored": scored,
+            "labels": input_ids[(anchor + 2 + depth)[scored]][None],
+            "block": [block["block"] for block in blocks],
+        }

@@ -1,0 +1,332 @@
+"""Speculative decoding with a P-EAGLE drafter through `target.generate(..., assistant_model=drafter)`.
+
+Each round drafts K tokens in one drafter forward and verifies them in one target forward. A draft token is kept exactly
+when the target, asked at that place, chooses the same token: its argmax, or under sampling the one token drawn from its
+processed distribution. Since the drafts do not depend on the target's randomness, the output has the target's own law
+for every drafter (speculative sampling with a one-hot proposal, https://huggingface.co/papers/2211.17192); and as one
+token is drawn per position, in order, a seeded run gives the very tokens that plain sampling gives.
+"""
+
+import functools
+import time
+from dataclasses import dataclass, field
+
+import torch
+from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers.cache_utils import DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
+
+
+@dataclass
+class DecodingStats:
+    """What happened in one call. Times are wall-clock seconds on the host, without waiting for an accelerator.
+
+    drafted (`list[int]`): Draft tokens per round (a round is one target forward after the prefill).
+    accepted (`list[int]`): Draft tokens kept per round. A round emits one token more than it keeps, unless it is the last.
+    emitted (`list[int]`): Tokens emitted per round. The prefill's first token belongs to no round.
+    """
+
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    def record(self, drafts: list[int], emitted: list[int]):
+        self.drafted.append(len(drafts))
+        self.accepted.append(sum(draft == token for draft, token in zip(drafts, emitted)))
+        self.emitted.append(len(emitted))
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens emitted per target forward, the target's own token included, prefill excluded."""
+        return sum(self.emitted) / max(len(self.emitted), 1)
+
+    @property
+    def host_seconds(self) -> float:
+        """Decoding time outside the forwards of the two models."""
+        return self.total_seconds - self.prefill_seconds - self.draft_seconds - self.verify_seconds
+
+    def depth_counts(self, depth: int) -> tuple[int, int]:
+        """`(kept, tried)`: rounds that drafted beyond `depth` tokens, and those of them that kept more than `depth`.
+
+        Their ratio is the joint acceptance of the draft token at `depth` (0 is the first): it and all before it were kept.
+        """
+        tried = [kept for kept, drafted in zip(self.accepted, self.drafted) if drafted > depth]
+        return sum(kept > depth for kept in tried), len(tried)
+
+
+@dataclass
+class PEagleGenerateOutput(GenerateDecoderOnlyOutput):
+    """[`~generation.GenerateDecoderOnlyOutput`] with the [`DecodingStats`] of the call."""
+
+    stats: DecodingStats | None = None
+
+
+def attach(drafter, target, tokenizer=None) -> "Attachment":
+    """Make `target.generate(..., assistant_model=drafter)` decode with this drafter.
+
+    Replaces `target.generate` on this instance by one that recognises the drafter and passes everything else on. Nothing
+    else of the target changes, and no state is kept between calls. Attaching twice is the same as attaching once.
+
+    Args:
+        drafter (`PEagleModel`): The drafter.
+        target (`PreTrainedModel`): The model it was trained for, with `generate`.
+        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer, to check that it is the right one.
+
+    Returns:
+        [`Attachment`]: Use it in a `with` statement, or call its `detach()`, to restore the target.
+
+    Raises:
+        ValueError: The drafter was made for another target.
+        TypeError: The target cannot generate.
+    """
+    if not isinstance(target, GenerationMixin):
+        raise TypeError(f"{type(target).__name__} has no generate(): attach the drafter to a causal language model.")
+    drafter.config.check_target(target, tokenizer)
+    previous = target.generate
+    if drafter in getattr(previous, "peagle_drafters", ()):
+        return Attachment(target, None)
+
+    @functools.wraps(previous)
+    def generate(*args, assistant_model=None, **kwargs):
+        if assistant_model is drafter:
+            return speculative_generate(target, drafter, *args, **kwargs)
+        return previous(*args, assistant_model=assistant_model, **kwargs)
+
+    generate.peagle_drafters = (drafter, *getattr(previous, "peagle_drafters", ()))
+    had_own = "generate" in vars(target)
+    target.generate = generate
+    return Attachment(target, previous if had_own else None, installed=generate)
+
+
+class Attachment:
+    """Undoes [`attach`]: a context manager, or call `detach()`. An attachment that found the drafter there does nothing."""
+
+    def __init__(self, target, previous, installed=None):
+        self.target, self.previous, self.installed = target, previous, installed
+
+    def __enter__(self):
+        return self.target
+
+    def __exit__(self, *_):
+        self.detach()
+
+    def detach(self):
+        if self.installed is not None and vars(self.target).get("generate") is self.installed:
+            if self.previous is None:
+                del self.target.generate
+            else:
+                self.target.generate = self.previous
+        self.installed = None
+
+
+def speculative_generate(target, drafter, *args, streamer=None, tokenizer=None, stopping_criteria=None, **kwargs):
+    """`target.generate` with this drafter, whether attached or not. Takes and returns what `generate` does.
+
+    With `return_dict_in_generate=True` the result also carries `stats`. `num_assistant_tokens` sets K.
+
+    Raises:
+        ValueError: An option that cannot be decoded speculatively without changing the output; the message names it.
+    """
+    config = kwargs.get("generation_config") or target.generation_config
+    num_tokens = kwargs.get("num_assistant_tokens") or config.num_assistant_tokens or drafter.config.speculation_depth
+    if not 1 <= num_tokens <= drafter.config.num_depths:
+        raise ValueError(
+            f"num_assistant_tokens is {num_tokens}, but this drafter was trained for 1 to {drafter.config.num_depths} draft "
+            "tokens per round."
+        )
+    # `generate` does not hand the tokenizer to a custom decoding loop, which it needs to build this criterion.
+    stop_strings = kwargs.pop("stop_strings", None)
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise ValueError("stop_strings need the tokenizer: pass `tokenizer=` to generate as well.")
+        stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
+        stopping_criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    loop = functools.partial(decode, drafter=drafter, num_tokens=num_tokens, streamer=streamer)
+    return type(target).generate(
+        target, *args, streamer=streamer, stopping_criteria=stopping_criteria, custom_generate=loop, **kwargs
+    )
+
+
+def check_supported(model, input_ids, generation_config, model_kwargs):
+    """Refuse, by name, what would give another output than plain decoding."""
+    limit = model.config.get_text_config().max_position_embeddings
+    problems = {
+        "It decodes one sequence at a time: call generate once per prompt, with num_return_sequences=1.": (
+            input_ids.shape[0] != 1
+        ),
+        "It needs the cache: leave use_cache at True.": not generation_config.use_cache,
+        "It does not search beams: set num_beams=1.": generation_config.num_beams not in (None, 1),
+        "It starts from token ids: pass input_ids, not inputs_embeds.": model_kwargs.get("inputs_embeds") is not None,
+        "The prompt is empty: pass at least one token.": input_ids.shape[1] == 0,
+        f"The prompt has {input_ids.shape[1]} tokens, the target's limit is {limit}: shorten it.": (
+            input_ids.shape[1] > limit
+        ),
+        "It does not return attentions or hidden states: turn output_attentions and output_hidden_states off.": (
+            generation_config.output_attentions or generation_config.output_hidden_states
+        ),
+        "It reads the prompt in one forward: leave prefill_chunk_size at None.": (
+            generation_config.prefill_chunk_size is not None
+        ),
+    }
+    for problem, present in problems.items():
+        if present:
+            raise ValueError(f"Decoding with a P-EAGLE drafter: {problem}")
+
+
+class Continuation:
+    """The sequence being written, with the accept rule and everything `generate` promises for each token.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(1, length)`): The prompt.
+        logits_processor, stopping_criteria, generation_config, streamer: As `generate` prepared them.
+    """
+
+    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
+        self.length = input_ids.shape[1]
+        self.max_length = generation_config.max_length
+        self.buffer = input_ids.new_empty((1, max(self.max_length, self.length + 1)))
+        self.buffer[:, : self.length] = input_ids
+        self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
+        self.do_sample = generation_config.do_sample
+        returns = generation_config.return_dict_in_generate
+        self.scores = () if returns and generation_config.output_scores else None
+        self.logits = () if returns and generation_config.output_logits else None
+        self.stopped = False
+
+    @property
+    def sequence(self) -> torch.LongTensor:
+        """All tokens so far, shape `(1, length)`."""
+        return self.buffer[:, : self.length]
+
+    def accept(self, logits: torch.Tensor, drafts: list[int]) -> list[int]:
+        """The accept rule: emit the target's own token at each place, and go on while it is the drafted one.
+
+        Args:
+            logits (`torch.Tensor` of shape `(len(drafts) + 1, vocab_size)`): The target's float32 logits after the newest
+                token, then after each draft token.
+            drafts (`list[int]`): The draft tokens.
+
+        Returns:
+            `list[int]`: Tokens emitted, at least one. `stopped` tells whether a criterion was met; nothing follows it.
+        """
+        # Without processors a greedy choice needs no history: one transfer brings all of them.
+        greedy = logits.argmax(dim=-1).tolist() if not (self.do_sample or self.logits_processor) else None
+        emitted = []
+        for place, draft in enumerate([*drafts, None]):
+            scores = logits[None, place]
+            if self.logits is not None:
+                self.logits += (scores,)
+            if greedy is None:
+                # Processors may write into their input, and they see the history of this very path.
+                scores = self.logits_processor(self.sequence, scores.clone())
+                if self.do_sample:
+                    token = torch.multinomial(scores.softmax(dim=-1), num_samples=1).item()
+                else:
+                    token = scores.argmax(dim=-1).item()
+            else:
+                token = greedy[place]
+            if self.scores is not None:
+                self.scores += (scores,)
+            self.emit(token)
+            emitted.append(token)
+            if self.stopped or token != draft:
+                return emitted
+
+    def emit(self, token: int):
+        self.buffer[0, self.length] = token
+        self.length += 1
+        if self.streamer is not None:
+            self.streamer.put(self.buffer[0, self.length - 1 : self.length].cpu())
+        self.stopped = bool(self.stopping_criteria(self.sequence, self.scores).all())
+
+
+def decode(
+    model,
+    input_ids: torch.LongTensor,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    drafter,
+    num_tokens: int,
+    streamer=None,
+    **model_kwargs,
+):
+    """The decoding loop that `generate` runs after its preparations (`custom_generate` as a callable)."""
+    check_supported(model, input_ids, generation_config, model_kwargs)
+    stats, start = DecodingStats(), time.perf_counter()
+    text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    layer_ids = drafter.config.eagle_aux_hidden_state_layer_ids
+    draft_cache = DynamicCache(config=drafter.config)
+    table = model.get_input_embeddings().weight
+    embedding = None if drafter.config.own_embeddings else table.to(drafter.device)
+    # A full draft vocabulary may be padded beyond the target's; the ids ascend, so the usable ones come first.
+    draft_ids = drafter.draft_ids()
+    draft_ids = draft_ids[draft_ids < table.shape[0]]
+
+    def last_logits(outputs, count: int) -> torch.Tensor:
+        return outputs.logits[0, -count:].to(input_ids.device, torch.float32)
+
+    model_kwargs["output_hidden_states"] = layer_ids
+    outputs = model._prefill(input_ids, generation_config, model_kwargs)
+    cache = outputs.cache
+    if not cache.is_croppable:
+        raise ValueError(
+            f"Decoding with a P-EAGLE drafter: {type(cache).__name__} cannot forget rejected tokens. Use the default "
+            "dynamic cache."
+        )
+    # Not before the prefill: while recording, sliding layers keep all they read, and nothing of the prompt is rejected.
+    cache.activate_past_recording()
+    # The rows of the last forward that hold verified tokens: here all but left padding.
+    rows = outputs.hidden_states[layer_ids[0]].shape[1]
+    attention_mask = model_kwargs.get("attention_mask")
+    verified = slice(0 if attention_mask is None else int((attention_mask[0, -rows:] == 0).sum()), rows)
+    emitted = text.accept(last_logits(outputs, 1), [])
+    stats.prefill_seconds = time.perf_counter() - start
+
+    with model._optimize_model_for_decode():
+        while not text.stopped:
+            model_kwargs = model._update_model_kwargs_for_generation(
+                outputs, model_kwargs, num_new_tokens=len(emitted)
+            )
+
+            clock = time.perf_counter()
+            features = torch.cat([outputs.hidden_states[i][:, verified] for i in layer_ids], dim=-1)
+            # The last token that may still come needs no draft.
+            wanted = min(num_tokens, text.max_length - text.length - 1)
+            drafts = []
+            if wanted > 0:
+                unread = text.sequence[0, -features.shape[1] - 1 :].to(drafter.device)
+                draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)
+                drafts = draft_ids[draft_logits[:, : len(draft_ids)].argmax(dim=-1)].tolist()
+            stats.draft_seconds += time.perf_counter() - clock
+
+            candidates = torch.cat([text.sequence, input_ids.new_tensor([drafts], dtype=torch.long)], dim=1)
+            inputs = model.prepare_inputs_for_generation(
+                candidates,
+                next_sequence_length=len(drafts) + 1,
+                **model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=len(drafts)),
+            )
+            if "logits_to_keep" in inputs:
+                inputs["logits_to_keep"] = len(drafts) + 1
+            clock = time.perf_counter()
+            outputs = model(**inputs, return_dict=True)
+            stats.verify_seconds += time.perf_counter() - clock
+
+            emitted = text.accept(last_logits(outputs, len(drafts) + 1), drafts)
+            # Both caches keep what was read and accepted: everything but the newest token.
+            cache.crop(len(emitted) - len(drafts) - 1)
+            verified = slice(len(emitted))
+            stats.record(drafts, emitted)
+
+    if streamer is not None:
+        streamer.end()
+    stats.total_seconds = time.perf_counter() - start
+    if not generation_config.return_dict_in_generate:
+        return text.sequence.clone()
+    return PEagleGenerateOutput(
+        sequences=text.sequence.clone(), scores=text.scores, logits=text.logits, cache=cache, stats=stats
+    )

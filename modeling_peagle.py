@@ -1,0 +1,330 @@
+"""The P-EAGLE drafter: EAGLE-3's decoder over target features, with mask slots that draft K tokens in one forward.
+
+A *slot* is one row of the drafter's input, named by its anchor (a position of the real sequence) and its depth:
+
+    depth 0       the target's features at the anchor, with the embedding of the token after it; predicts the next one
+    depth d >= 1  nothing is known yet: one learned `mask_hidden` with the embedding of one reserved token
+
+Slot (a, d) stands at RoPE position a + d and predicts token a + 2 + d. Three facts are shared by training and decoding
+and live here once: what a slot holds ([`slot_layout`]), what it sees ([`slot_visibility`]), and which layers of the target
+feed it (`default_layer_ids`). Paper: https://huggingface.co/papers/2602.01469.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.utils import ModelOutput
+
+
+# The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
+try:
+    from .configuration_peagle import PEagleConfig
+    from .generation_peagle import attach
+except ImportError:
+    from configuration_peagle import PEagleConfig
+    from generation_peagle import attach
+
+
+def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int):
+    """What each slot holds.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(tokens,)`): Real tokens; documents may be packed one after the other.
+        position_ids (`torch.LongTensor` of shape `(tokens,)`): Their positions, restarting with each document.
+        anchor (`torch.LongTensor` of shape `(slots,)`): Index into `input_ids`, at most `tokens - 2`.
+        depth (`torch.LongTensor` of shape `(slots,)`): 0 for a slot with real features, 1 and more for mask slots.
+        mask_token_id (`int`): The reserved token of mask slots.
+
+    Returns:
+        `(slot_ids, feature_index, slot_positions)`, three `torch.LongTensor` of shape `(slots,)`: the token whose
+        embedding enters, which features enter (0 for `mask_hidden`, `1 + anchor` for the target's), and the RoPE position.
+    """
+    masked = depth > 0
+    slot_ids = input_ids[anchor + 1].masked_fill(masked, mask_token_id)
+    feature_index = (anchor + 1).masked_fill(masked, 0)
+    return slot_ids, feature_index, position_ids[anchor] + depth
+
+
+def slot_visibility(query_anchor, query_depth, key_anchor, key_depth):
+    """The attention rule: the real slots up to the query's own anchor, then the query's own chain up to itself.
+
+    Training evaluates it for all sampled slots at once, decoding for one round against the cache. Arguments broadcast
+    (typically `(queries, 1)` against `(1, keys)`, integer tensors); the result is a `torch.BoolTensor`, True where the
+    query attends to the key. Packed training also requires that both belong to one document.
+    """
+    context = (key_depth == 0) & (key_anchor <= query_anchor)
+    own_chain = (key_anchor == query_anchor) & (key_depth <= query_depth)
+    return context | own_chain
+
+
+@dataclass
+class PEagleOutput(ModelOutput):
+    """
+    logits (`torch.FloatTensor` of shape `(batch, rows, draft_vocab_size)`): Scores over the draft vocabulary.
+    last_hidden_state (`torch.FloatTensor` of shape `(batch, rows, hidden_size)`): After the final norm.
+    cache (`Cache`, *optional*): The cache that was passed in.
+    """
+
+    logits: torch.FloatTensor | None = None
+    last_hidden_state: torch.FloatTensor | None = None
+    cache: Cache | None = None
+
+
+class PEagleFirstLayer(LlamaDecoderLayer):
+    """A Llama layer whose queries, keys and values read `[norm(embedding); norm(fused features)]`, 2H wide (EAGLE-3)."""
+
+    def __init__(self, config: PEagleConfig, layer_idx: int = 0):
+        super().__init__(config, layer_idx)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, narrow.out_features, narrow.bias is not None))
+
+    def forward(self, hidden_states, inputs_embeds, **kwargs):
+        residual = hidden_states
+        hidden_states = torch.cat([self.input_layernorm(inputs_embeds), self.hidden_norm(hidden_states)], dim=-1)
+        hidden_states, _ = self.self_attn(hidden_states, **kwargs)
+        hidden_states = residual + hidden_states
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class PEagleModel(LlamaPreTrainedModel):
+    """
+    The drafter. Load it with `AutoModel.from_pretrained(folder, trust_remote_code=True)`, then
+    `drafter.attach(target)` makes `target.generate(**inputs, assistant_model=drafter)` decode speculatively.
+
+    The names and shapes of its tensors are those of vLLM's EAGLE-3 loader, so the folder is served as it is. Unless
+    `config.own_embeddings`, the checkpoint holds no embedding table: callers pass the target's.
+    """
+
+    config: PEagleConfig
+    base_model_prefix = "peagle"
+    main_input_name = "input_ids"
+    _no_split_modules = ["LlamaDecoderLayer", "PEagleFirstLayer"]
+    # Slots attend by an explicit 4D mask, which these kernels do not take.
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+
+    attach = attach
+
+    def __init__(self, config: PEagleConfig):
+        super().__init__(config)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        num_layers = len(config.eagle_aux_hidden_state_layer_ids)
+        self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.num_features))
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                LlamaRMSNorm(config.target_hidden_size, eps=config.rms_norm_eps) for _ in range(num_layers)
+            )
+        self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(
+            [PEagleFirstLayer(config)] + [LlamaDecoderLayer(config, i) for i in range(1, config.num_hidden_layers)]
+        )
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        if config.draft_vocab_size < config.vocab_size:
+            # Offsets, not ids: draft token i is target token i + d2t[i] (vLLM refuses the tensor for a full vocabulary).
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.post_init()
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if module is self:
+            init.normal_(self.mask_hidden)
+
+    def get_input_embeddings(self):
+        return self.embed_tokens if self.config.own_embeddings else None
+
+    def __getattr__(self, name):
+        # The first thing that transformers asks of an assistant it does not know. Without this, the user would read that
+        # the drafter "has no attribute 'generation_config'".
+        if name == "generation_config":
+            raise AttributeError(
+                "A P-EAGLE drafter reads the target's hidden states, so it has to be attached first: call "
+                "`drafter.attach(target)`, then `target.generate(..., assistant_model=drafter)`."
+            )
+        return super().__getattr__(name)
+
+    def draft_ids(self) -> torch.LongTensor:
+        """Target ids of the draft vocabulary, shape `(draft_vocab_size,)`, ascending."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.device)
+        return ids + self.d2t if self.config.draft_vocab_size < self.config.vocab_size else ids
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """Target features `(..., layers * target_hidden_size)` to the drafter's width `(..., hidden_size)`."""
+        if self.config.fc_norm:
+            parts = features.split(self.config.target_hidden_size, dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(features)
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        features: torch.Tensor,
+        feature_index: torch.LongTensor,
+        position_ids: torch.LongTensor,
+        visible: torch.BoolTensor,
+        embedding: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        rows: slice | torch.LongTensor = slice(None),
+    ) -> PEagleOutput:
+        """One pass over slots (see [`slot_layout`] for the first, third and fourth argument).
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, slots)`): Token half of each slot.
+            features (`torch.Tensor` of shape `(batch, tokens, layers * target_hidden_size)`): Hidden states of the target
+                at `eagle_aux_hidden_state_layer_ids`, concatenated in that order. Cast to the drafter's dtype.
+            feature_index (`torch.LongTensor` of shape `(batch, slots)`): 0 for `mask_hidden`, `1 + i` for row `i`.
+            position_ids (`torch.LongTensor` of shape `(batch, slots)`): RoPE positions.
+            visible (`torch.BoolTensor` of shape `(batch, slots, cached + slots)`): From [`slot_visibility`].
+            embedding (`torch.Tensor` of shape `(vocab_size, hidden_size)`, *optional*): The target's embedding table,
+                unless the drafter has its own.
+            cache (`Cache`, *optional*): Keys and values of earlier slots; these are appended.
+            rows (`slice` or `torch.LongTensor`): The slots to score; the head is as large as all layers together.
+        """
+        table = self.embed_tokens.weight if self.config.own_embeddings else embedding
+        inputs_embeds = F.embedding(input_ids, table).to(self.dtype)
+        # All mask slots share one input, so it is fused once and not once per slot.
+        mask_hidden = self.mask_hidden.expand(features.shape[0], -1, -1)
+        fused = self.fuse(torch.cat([mask_hidden, features.to(self.dtype)], dim=1))
+        hidden_states = fused.gather(1, feature_index[..., None].expand(-1, -1, fused.shape[-1]))
+
+        mask = visible[:, None]
+        if self.config._attn_implementation == "eager":
+            mask = torch.where(mask, 0.0, torch.finfo(self.dtype).min).to(self.dtype)
+        shared = {
+            "attention_mask": mask,
+            "position_embeddings": self.rotary_emb(hidden_states, position_ids),
+            "cache": cache,
+        }
+        hidden_states = self.layers[0](hidden_states, inputs_embeds=inputs_embeds, **shared)
+        for layer in self.layers[1:]:
+            hidden_states = layer(hidden_states, **shared)
+        hidden_states = self.norm(hidden_states[:, rows])
+        return PEagleOutput(logits=self.lm_head(hidden_states), last_hidden_state=hidden_states, cache=cache)
+
+    @torch.no_grad()
+    def draft(self, input_ids, features, num_tokens: int, cache: Cache, embedding=None) -> torch.Tensor:
+        """Scores of the next `num_tokens` tokens, from one forward over the newly verified slots and the mask slots.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(verified + 1,)`): The tokens that the target has read since the last
+                call (all tokens, at the first), and the newest token, which it has not read yet.
+            features (`torch.Tensor` of shape `(1, verified, layers * target_hidden_size)`): The target's features at the
+                former.
+            num_tokens (`int`): Draft tokens K.
+            cache (`Cache`): The drafter's own. Holds verified slots only: mask slots are removed again before returning.
+            embedding (`torch.Tensor` of shape `(vocab_size, hidden_size)`, *optional*): See [`forward`].
+
+        Returns:
+            `torch.Tensor` of shape `(num_tokens, draft_vocab_size)`: Row `d` scores the token `d + 1` after the newest.
+        """
+        verified, cached, device = features.shape[1], cache.get_seq_length(), self.device
+        # Every verified slot, then the chain of mask slots at the last one.
+        anchor = torch.arange(verified + num_tokens - 1, device=device).clamp(max=verified - 1)
+        depth = torch.arange(verified + num_tokens - 1, device=device) - anchor
+        position_ids = cached + torch.arange(verified + 1, device=device)
+        slot_ids, feature_index, slot_positions = slot_layout(
+            input_ids, position_ids, anchor, depth, self.config.mask_token_id
+        )
+        key_anchor = torch.cat([torch.arange(cached, device=device), cached + anchor])
+        key_depth = F.pad(depth, (cached, 0))
+        visible = slot_visibility((cached + anchor)[:, None], depth[:, None], key_anchor, key_depth)
+        output = self(
+            slot_ids[None],
+            features.to(device),
+            feature_index[None],
+            slot_positions[None],
+            visible[None],
+            embedding=embedding,
+            cache=cache,
+            rows=slice(-num_tokens, None),
+        )
+        cache.crop(1 - num_tokens)
+        return output.logits[0]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """As [`~PreTrainedModel.from_pretrained`], refusing a checkpoint that does not hold exactly this model's tensors.
+
+        Raises:
+            OSError: The weights file is missing, truncated, or has tensors missing, unknown or of another shape.
+        """
+        try:
+            model, info = super().from_pretrained(
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except SafetensorError as error:
+            raise OSError(
+                f"The weights in {pretrained_model_name_or_path} are damaged ({error}). The file is probably truncated: "
+                "download or copy it again."
+            ) from error
+        for kind, names in (("missing", info["missing_keys"]), ("unknown", info["unexpected_keys"])):
+            if names:
+                raise OSError(
+                    f"The checkpoint in {pretrained_model_name_or_path} does not match its config.json, {kind} tensors: "
+                    f"{', '.join(sorted(names)[:8])}. Use the config.json and model.safetensors of one training run."
+                )
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    @torch.no_grad()
+    def from_target(cls, target, config: PEagleConfig, draft_ids: torch.LongTensor | None = None) -> "PEagleModel":
+        """A fresh drafter that borrows what it can from the target: the head's rows, the final norm, the embeddings.
+
+        Args:
+            target (`PreTrainedModel`): The frozen target.
+            config (`PEagleConfig`): See [`PEagleConfig.for_target`].
+            draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*): Target ids of the draft vocabulary,
+                distinct and ascending; None for the full vocabulary.
+        """
+        model = cls(config).float()
+        head = target.get_output_embeddings().weight.float()
+        table = target.get_input_embeddings().weight.float()
+        if draft_ids is not None:
+            model.d2t.copy_(draft_ids - torch.arange(config.draft_vocab_size))
+            head = head[draft_ids]
+        model.lm_head.weight.copy_(fit_width(head, config.hidden_size))
+        if config.own_embeddings:
+            model.embed_tokens.weight.copy_(fit_width(table, config.hidden_size))
+        if config.hidden_size == config.target_hidden_size:
+            model.norm.weight.copy_(final_norm_scale(target))
+        return model
+
+
+def fit_width(table: torch.Tensor, width: int) -> torch.Tensor:
+    """`(rows, target width)` to `(rows, width)`, keeping the inner products of rows as well as `width` allows.
+
+    The same table if the widths agree; else its coordinates along the leading principal directions, zero-padded.
+    """
+    if table.shape[1] == width:
+        return table
+    _, directions = torch.linalg.eigh(table.T @ table)
+    projected = table @ directions.flip(1)[:, :width]
+    return F.pad(projected, (0, width - projected.shape[1]))
+
+
+def final_norm_scale(target) -> torch.Tensor:
+    """What the target's final RMSNorm multiplies by, shape `(target_hidden_size,)`: the weight, or 1 + weight in Gemma.
+
+    Measured rather than read: an RMSNorm maps a vector of ones to its scale, whichever convention it stores.
+    """
+    norm = target.get_decoder().norm
+    ones = torch.ones(norm.weight.shape, dtype=torch.float32, device=norm.weight.device)
+    return norm(ones.to(norm.weight.dtype)).float()
+
+
+PEagleModel.register_for_auto_class("AutoModel")

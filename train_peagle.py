@@ -1,0 +1,319 @@
+"""Train a P-EAGLE drafter on conversations: `accelerate launch train_peagle.py --train_file chats.jsonl --output_dir out`.
+
+The frozen target reads each packed block once and supplies both the features that the drafter sees and the distribution
+that it learns; the drafter learns all depths of all sampled slots in one forward. Every checkpoint is a complete drafter.
+"""
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from transformers import Trainer, TrainingArguments
+from transformers.hf_argparser import HfArg
+from transformers.trainer_utils import set_seed
+from trl import TrlParser, pack_dataset
+
+from configuration_peagle import PEagleConfig
+from data.collator import PackingCollator
+from data.conversations import check_masks, load_conversations, show_supervision
+from modeling_peagle import PEagleModel, slot_layout, slot_visibility
+from target_peagle import load_target
+
+
+@dataclass
+class PEagleArguments(TrainingArguments):
+    """[`TrainingArguments`] with the drafter's; the defaults suit the default target on a laptop CPU."""
+
+    train_file: str = HfArg(default=None, help="Conversations, one JSON object with `messages` per line.")
+    target_model: str | None = HfArg(default=None, help="Hub id or folder of the target; SmolLM2-135M-Instruct if unset.")
+    eval_fraction: float = HfArg(default=0.05, help="Share of the conversations that is held out.")
+    max_seq_len: int = HfArg(default=512, help="Tokens per packed block; longer conversations are cut.")
+    num_layers: int = HfArg(default=1, help="Layers of the drafter.")
+    draft_vocab_size: int = HfArg(default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary.")
+    speculation_depth: int = HfArg(default=4, help="Draft tokens per round when decoding (K).")
+    num_depths: int = HfArg(default=5, help="Depths to train (K_train), at least speculation_depth.")
+    cod_ratio: float = HfArg(default=0.7, help="Share of the slots kept from one depth to the next (COD sampling).")
+    cod_floor: float = HfArg(default=0.2, help="Smallest share of the slots kept at any depth.")
+    mask_token_id: int | None = HfArg(default=None, help="Reserved token of the mask slots; found if unset.")
+    embeddings: str = HfArg(
+        default="borrowed",
+        help="Token half of the slots: `borrowed` (the target's table, frozen), `mask_row` (a copy, only the mask token's "
+        "row is trained) or `trained` (a copy, all trained). The latter two save the table with the drafter.",
+    )
+    keep_features: bool = HfArg(
+        default=False, help="Keep the target's outputs in memory, so that it runs in the first epoch only."
+    )
+
+    num_train_epochs: float = HfArg(default=3.0, aliases=["--num_epochs"], help="Passes over the data.")
+    per_device_train_batch_size: int = HfArg(default=1, aliases=["--batch_size"], help="Packed blocks per device and step.")
+    save_steps: float = HfArg(default=500, aliases=["--save_every"], help="Optimizer steps between checkpoints.")
+    learning_rate: float = HfArg(default=1e-3, help="Peak learning rate.")
+    lr_scheduler_type: str = HfArg(default="cosine", help="Learning-rate schedule.")
+    warmup_steps: float = HfArg(default=0.05, help="Warm-up steps, or their share if below 1.")
+    adam_beta2: float = HfArg(default=0.95, help="Beta2 of AdamW.")
+    max_grad_norm: float = HfArg(default=0.5, help="Gradient clipping.")
+    logging_steps: float = HfArg(default=20, help="Optimizer steps between log lines.")
+    # The collator reads columns that the model's forward does not name.
+    remove_unused_columns: bool = field(default=False, repr=False)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.train_file is None:
+            raise ValueError("Name the conversations to train on: --train_file chats.jsonl")
+        if self.embeddings not in ("borrowed", "mask_row", "trained"):
+            raise ValueError(f"--embeddings is {self.embeddings!r}; choose borrowed, mask_row or trained.")
+
+
+class TargetSignals:
+    """What the frozen target contributes to a packed row: features for the drafter, and its distribution as the teacher.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        config (`PEagleConfig`): The drafter's configuration.
+        draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): Target ids of the draft vocabulary.
+        keep (`bool`): Keep the outputs of every block in memory: `4 * (features + hidden_size)` bytes per token in float32.
+    """
+
+    def __init__(self, target, config: PEagleConfig, draft_ids: torch.LongTensor, keep: bool):
+        self.target, self.layer_ids = target, config.eagle_aux_hidden_state_layer_ids
+        text = target.config.get_text_config()
+        self.last = text.num_hidden_layers
+        self.head = target.get_output_embeddings().weight[draft_ids.to(target.device)].float()
+        self.softcap = getattr(text, "final_logit_softcapping", None)
+        self.kept = {} if keep else None
+
+    @torch.no_grad()
+    def __call__(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features `(1, tokens, layers * target_hidden_size)` and post-norm last hidden states `(1, tokens, width)`."""
+        key = tuple(inputs["block"])
+        if self.kept is not None and key in self.kept:
+            return self.kept[key]
+        varlen = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+        # Documents stay apart only without a mask and without a cache: then `position_ids` (or the varlen arguments, for
+        # flash attention) tell where each one starts. The head is needed for the draft vocabulary only.
+        states = self.target(
+            input_ids=inputs["input_ids"],
+            position_ids=inputs["position_ids"],
+            attention_mask=None,
+            use_cache=False,
+            output_hidden_states=[*self.layer_ids, self.last],
+            logits_to_keep=1,
+            **{name: inputs[name] for name in varlen if self.target.config._attn_implementation.startswith("flash")},
+        ).hidden_states
+        signals = torch.cat([states[i] for i in self.layer_ids], dim=-1), states[self.last]
+        if self.kept is not None:
+            self.kept[key] = signals
+        return signals
+
+    @torch.no_grad()
+    def distribution(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's next-token distribution over the draft vocabulary, renormalised; `(rows, draft_vocab_size)`."""
+        logits = F.linear(hidden.float(), self.head)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits.softmax(dim=-1)
+
+
+def kl_to_target(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+    """KL(teacher || drafter) of each row; `logits` and the probabilities `teacher` are `(rows, draft_vocab_size)`."""
+    cross_entropy = logits.logsumexp(dim=-1) - (teacher * logits).sum(dim=-1)
+    return cross_entropy - torch.special.entr(teacher).sum(dim=-1)
+
+
+class PEagleTrainer(Trainer):
+    """A [`Trainer`] whose loss is the drafter's over all sampled slots, averaged over every scored slot of a step.
+
+    Args (beside those of [`Trainer`]):
+        signals (`TargetSignals`): The frozen target.
+    """
+
+    _tag_names = ["peagle", "speculative-decoding"]
+
+    def __init__(self, *args, signals: TargetSignals, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.signals = signals
+        # The loss is divided by the scored slots of the whole step, over micro-batches and processes.
+        self.model_accepts_loss_kwargs = True
+        self.label_names = ["labels"]
+        self.draft_ids = self.model.draft_ids()
+        self.embedding = None
+        if not self.model.config.own_embeddings:
+            self.embedding = signals.target.get_input_embeddings().weight
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        features, hidden = self.signals(inputs)
+        anchor, depth, scored = inputs["anchor"], inputs["depth"], inputs["scored"]
+        slot_ids, feature_index, slot_positions = slot_layout(
+            inputs["input_ids"][0], inputs["position_ids"][0], anchor, depth, self.model.config.mask_token_id
+        )
+        document = inputs["document_ids"][0][anchor]
+        visible = slot_visibility(anchor[:, None], depth[:, None], anchor, depth) & (document[:, None] == document)
+        output = model(
+            slot_ids[None],
+            features,
+            feature_index[None],
+            slot_positions[None],
+            visible[None],
+            embedding=self.embedding,
+            rows=scored,
+        )
+        logits = output.logits[0].float()
+        # The token at a + 2 + d is what the target predicts at a + 1 + d; many slots share such a place.
+        places, shared = torch.unique((anchor + 1 + depth)[scored], return_inverse=True)
+        teacher = self.signals.distribution(hidden[0, places])[shared]
+        losses = kl_to_target(logits, teacher)
+        count = num_items_in_batch if num_items_in_batch is not None else max(len(scored), 1)
+        loss = losses.sum() / count
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # the gradient is averaged over processes afterwards
+        self._record(logits, inputs["labels"][0], depth[scored])
+        return (loss, {"logits": logits}) if return_outputs else loss
+
+    @torch.no_grad()
+    def _record(self, logits, labels, depth):
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        correct = self.draft_ids.to(logits.device)[logits.argmax(dim=-1)] == labels
+        for d in range(self.model.config.num_depths):
+            at_depth = correct[depth == d]
+            metrics[f"accuracy_depth_{d}"].append((at_depth.sum().item(), len(at_depth)))
+
+    def log(self, logs: dict, start_time: float | None = None):
+        """Adds the share of correct top-1 draft tokens per depth since the last log, over this process' slots."""
+        mode = "train" if self.model.training else "eval"
+        prefix = "" if mode == "train" else "eval_"
+        for name, counts in self._metrics[mode].items():
+            right, total = map(sum, zip(*counts))
+            logs[prefix + name] = round(right / max(total, 1), 4)
+        self._metrics[mode].clear()
+        super().log(logs, start_time)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            loss = self.compute_loss(model, inputs)
+        return loss, None, None
+
+
+def choose_mask_token(tokenizer, seen: set[int], stop_ids: set[int]) -> int:
+    """A token that never occurs in text: reserved by the tokenizer, unknown to the chat template, absent from the data.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
+        seen (`set[int]`): Ids in the training data.
+        stop_ids (`set[int]`): Ids that end a turn.
+
+    Raises:
+        ValueError: There is none; the message says how to name one.
+    """
+    template = str(tokenizer.chat_template)
+    used = seen | stop_ids | {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    free = {i: str(t) for i, t in tokenizer.added_tokens_decoder.items() if i not in used and str(t) not in template}
+    reserved = [i for i, token in free.items() if re.search("unused|reserved", token)]
+    if not free:
+        raise ValueError(
+            "The tokenizer has no reserved token left for the mask slots: name one that never occurs in your chats with "
+            "--mask_token_id."
+        )
+    return min(reserved) if reserved else max(free)
+
+
+def choose_draft_vocabulary(dataset, size: int, always: set[int]) -> tuple[torch.LongTensor, float]:
+    """The `size` most frequent supervised tokens, and the share of supervised tokens that they cover.
+
+    Args:
+        dataset (`datasets.Dataset`): Columns `input_ids` and `loss_mask`.
+        size (`int`): Size of the draft vocabulary.
+        always (`set[int]`): Tokens to include in any case (the turn's end).
+
+    Returns:
+        Ascending ids, shape `(size,)`, and a number from 0 to 1.
+    """
+    counts = Counter()
+    for row in dataset:
+        counts.update(token for token, kept in zip(row["input_ids"], row["loss_mask"]) if kept)
+    # Rarer than any seen token, the lowest ids fill up: byte-pair vocabularies list frequent tokens first.
+    ranked = [*always, *(token for token, _ in counts.most_common() if token not in always)]
+    ranked += [token for token in range(size + len(ranked)) if token not in counts and token not in always]
+    chosen = sorted(ranked[:size])
+    return torch.tensor(chosen), sum(counts[token] for token in chosen) / max(sum(counts.values()), 1)
+
+
+def pack(dataset, max_seq_len: int):
+    """Conversations to blocks of at most `max_seq_len` tokens, with `seq_lengths` and a running `block` number."""
+    packed = pack_dataset(dataset.select_columns(["input_ids", "loss_mask"]), max_seq_len, "bfd")
+    return packed.add_column("block", range(len(packed)))
+
+
+def freeze(drafter: PEagleModel, embeddings: str):
+    """The head stays the target's where the widths agree; `embeddings` is the option of that name."""
+    same_width = drafter.config.hidden_size == drafter.config.target_hidden_size
+    drafter.lm_head.weight.requires_grad_(not same_width)
+    if embeddings == "mask_row":
+        row = torch.zeros(drafter.config.vocab_size, 1)
+        row[drafter.config.mask_token_id] = 1
+        drafter.embed_tokens.weight.register_hook(lambda grad: grad * row.to(grad))
+
+
+def main(args: PEagleArguments):
+    set_seed(args.seed)
+    target, tokenizer = load_target(args.target_model)
+    stop_ids = target.generation_config.eos_token_id
+    stop_ids = set(stop_ids if isinstance(stop_ids, list) else [stop_ids])
+    train, held_out, report = load_conversations(
+        args.train_file,
+        tokenizer,
+        max_seq_len=args.max_seq_len,
+        eval_fraction=args.eval_fraction,
+        stop_token_ids=stop_ids,
+    )
+    check_masks(train, tokenizer)
+    print("conversations:", dict(report))
+    print("a sample, supervised tokens in brackets:", show_supervision(**train[0], tokenizer=tokenizer), sep="\n")
+
+    draft_ids = None
+    if args.draft_vocab_size:
+        draft_ids, coverage = choose_draft_vocabulary(train, args.draft_vocab_size, stop_ids)
+        print(f"the draft vocabulary of {args.draft_vocab_size} covers {coverage:.2%} of the supervised tokens")
+    if args.mask_token_id is None:
+        seen = {token for row in train for token in row["input_ids"]}
+        args.mask_token_id = choose_mask_token(tokenizer, seen, stop_ids)
+    config = PEagleConfig.for_target(
+        target,
+        tokenizer,
+        mask_token_id=args.mask_token_id,
+        num_hidden_layers=args.num_layers,
+        draft_vocab_size=args.draft_vocab_size or None,
+        num_depths=args.num_depths,
+        speculation_depth=args.speculation_depth,
+        own_embeddings=args.embeddings != "borrowed",
+    )
+    drafter = PEagleModel.from_target(target, config, draft_ids)
+    freeze(drafter, args.embeddings)
+
+    blocks, held_out_blocks = pack(train, args.max_seq_len), pack(held_out, args.max_seq_len)
+    tokens = sum(map(len, blocks["input_ids"]))
+    kept = tokens * (config.num_features + config.target_hidden_size) * target.dtype.itemsize
+    print(
+        f"{tokens:,} tokens in {len(blocks):,} blocks, {tokens / len(blocks) / args.max_seq_len:.1%} full; "
+        f"{sum(p.numel() for p in drafter.parameters() if p.requires_grad):,} trainable parameters; the target's outputs take "
+        f"{kept / 1e9:.2f} GB{' of memory' if args.keep_features else ', computed anew in every epoch'}"
+    )
+    trainer = PEagleTrainer(
+        model=drafter,
+        args=args,
+        train_dataset=blocks,
+        eval_dataset=held_out_blocks,
+        data_collator=PackingCollator(args.num_depths, args.cod_ratio, args.cod_floor),
+        signals=TargetSignals(target, config, drafter.draft_ids(), args.keep_features),
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    print("held-out conversations:", trainer.evaluate())
+
+
+if __name__ == "__main__":
+    (arguments,) = TrlParser(PEagleArguments).parse_args_and_config()
+    main(arguments)
