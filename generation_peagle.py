@@ -155,11 +155,11 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
     """Refuse, by name, what would give another output than plain decoding."""
     limit = model.config.get_text_config().max_position_embeddings
     problems = {
+        "It does not search beams: set num_beams=1.": generation_config.num_beams not in (None, 1),
         "It decodes one sequence at a time: call generate once per prompt, with num_return_sequences=1.": (
             input_ids.shape[0] != 1
         ),
         "It needs the cache: leave use_cache at True.": not generation_config.use_cache,
-        "It does not search beams: set num_beams=1.": generation_config.num_beams not in (None, 1),
         "It starts from token ids: pass input_ids, not inputs_embeds.": model_kwargs.get("inputs_embeds") is not None,
         "The prompt is empty: pass at least one token.": input_ids.shape[1] == 0,
         f"The prompt has {input_ids.shape[1]} tokens, the target's limit is {limit}: shorten it.": (

@@ -283,7 +283,8 @@ class PEagleModel(LlamaPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_target(cls, target, config: PEagleConfig, draft_ids: torch.LongTensor | None = None) -> "PEagleModel":
-        """A fresh drafter that borrows what it can from the target: the head's rows, the final norm, the embeddings.
+        """A fresh drafter with the target's head rows and embeddings. Its norms and layers start from scratch: copies of
+        the target's final norm or last layer made the start worse (tau after 48,000 tokens 1.20 and 1.15, against 1.21).
 
         Args:
             target (`PreTrainedModel`): The frozen target.
@@ -294,14 +295,12 @@ class PEagleModel(LlamaPreTrainedModel):
         model = cls(config).float()
         head = target.get_output_embeddings().weight.float()
         table = target.get_input_embeddings().weight.float()
-        if draft_ids is not None:
+        if draft_ids is not None and config.draft_vocab_size < config.vocab_size:
             model.d2t.copy_(draft_ids - torch.arange(config.draft_vocab_size))
             head = head[draft_ids]
         model.lm_head.weight.copy_(fit_width(head, config.hidden_size))
         if config.own_embeddings:
             model.embed_tokens.weight.copy_(fit_width(table, config.hidden_size))
-        if config.hidden_size == config.target_hidden_size:
-            model.norm.weight.copy_(final_norm_scale(target))
         return model
 
 
@@ -315,16 +314,6 @@ def fit_width(table: torch.Tensor, width: int) -> torch.Tensor:
     _, directions = torch.linalg.eigh(table.T @ table)
     projected = table @ directions.flip(1)[:, :width]
     return F.pad(projected, (0, width - projected.shape[1]))
-
-
-def final_norm_scale(target) -> torch.Tensor:
-    """What the target's final RMSNorm multiplies by, shape `(target_hidden_size,)`: the weight, or 1 + weight in Gemma.
-
-    Measured rather than read: an RMSNorm maps a vector of ones to its scale, whichever convention it stores.
-    """
-    norm = target.get_decoder().norm
-    ones = torch.ones(norm.weight.shape, dtype=torch.float32, device=norm.weight.device)
-    return norm(ones.to(norm.weight.dtype)).float()
 
 
 PEagleModel.register_for_auto_class("AutoModel")

@@ -4,13 +4,14 @@ The frozen target reads each packed block once and supplies both the features th
 that it learns; the drafter learns all depths of all sampled slots in one forward. Every checkpoint is a complete drafter.
 """
 
+import os
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.trainer_utils import set_seed
 from trl import TrlParser, pack_dataset
@@ -19,7 +20,7 @@ from configuration_peagle import PEagleConfig
 from data.collator import PackingCollator
 from data.conversations import check_masks, load_conversations, show_supervision
 from modeling_peagle import PEagleModel, slot_layout, slot_visibility
-from target_peagle import load_target
+from target_peagle import DEFAULT_TARGET, load_target
 
 
 @dataclass
@@ -48,6 +49,7 @@ class PEagleArguments(TrainingArguments):
 
     num_train_epochs: float = HfArg(default=3.0, aliases=["--num_epochs"], help="Passes over the data.")
     per_device_train_batch_size: int = HfArg(default=1, aliases=["--batch_size"], help="Packed blocks per device and step.")
+    per_device_eval_batch_size: int = HfArg(default=1, help="Packed blocks per device when evaluating.")
     save_steps: float = HfArg(default=500, aliases=["--save_every"], help="Optimizer steps between checkpoints.")
     learning_rate: float = HfArg(default=1e-3, help="Peak learning rate.")
     lr_scheduler_type: str = HfArg(default="cosine", help="Learning-rate schedule.")
@@ -87,9 +89,12 @@ class TargetSignals:
     @torch.no_grad()
     def __call__(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Features `(1, tokens, layers * target_hidden_size)` and post-norm last hidden states `(1, tokens, width)`."""
-        key = tuple(inputs["block"])
-        if self.kept is not None and key in self.kept:
-            return self.kept[key]
+        lengths = inputs["cu_seq_lens_q"].diff().tolist()
+        if self.kept is not None:
+            # Documents do not see each other, so each is kept by itself, under its tokens, whatever block it is packed in.
+            keys = [ids.cpu().numpy().tobytes() for ids in inputs["input_ids"][0].split(lengths)]
+            if all(key in self.kept for key in keys):
+                return tuple(torch.cat(parts, dim=1) for parts in zip(*(self.kept[key] for key in keys)))
         varlen = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
         # Documents stay apart only without a mask and without a cache: then `position_ids` (or the varlen arguments, for
         # flash attention) tell where each one starts. The head is needed for the draft vocabulary only.
@@ -104,7 +109,8 @@ class TargetSignals:
         ).hidden_states
         signals = torch.cat([states[i] for i in self.layer_ids], dim=-1), states[self.last]
         if self.kept is not None:
-            self.kept[key] = signals
+            parts = zip(*(signal.split(lengths, dim=1) for signal in signals))
+            self.kept.update((key, tuple(part.clone() for part in pair)) for key, pair in zip(keys, parts))
         return signals
 
     @torch.no_grad()
@@ -122,6 +128,16 @@ def kl_to_target(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return cross_entropy - torch.special.entr(teacher).sum(dim=-1)
 
 
+class EpochCallback(TrainerCallback):
+    """Tells the collator the epoch, so that it samples other slots in each."""
+
+    def __init__(self, collator):
+        self.collator = collator
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.collator.epoch = int(state.epoch)
+
+
 class PEagleTrainer(Trainer):
     """A [`Trainer`] whose loss is the drafter's over all sampled slots, averaged over every scored slot of a step.
 
@@ -134,6 +150,7 @@ class PEagleTrainer(Trainer):
     def __init__(self, *args, signals: TargetSignals, **kwargs):
         super().__init__(*args, **kwargs)
         self.signals = signals
+        self.add_callback(EpochCallback(self.data_collator))
         # The loss is divided by the scored slots of the whole step, over micro-batches and processes.
         self.model_accepts_loss_kwargs = True
         self.label_names = ["labels"]
@@ -166,7 +183,7 @@ class PEagleTrainer(Trainer):
         teacher = self.signals.distribution(hidden[0, places])[shared]
         losses = kl_to_target(logits, teacher)
         count = num_items_in_batch if num_items_in_batch is not None else max(len(scored), 1)
-        loss = losses.sum() / count
+        loss = losses.sum() / max(count, 1)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # the gradient is averaged over processes afterwards
         self._record(logits, inputs["labels"][0], depth[scored])
@@ -179,6 +196,10 @@ class PEagleTrainer(Trainer):
         for d in range(self.model.config.num_depths):
             at_depth = correct[depth == d]
             metrics[f"accuracy_depth_{d}"].append((at_depth.sum().item(), len(at_depth)))
+
+    def get_decay_parameter_names(self, model):
+        """Without the embeddings: with `mask_row`, decay would shrink the rows that are not trained."""
+        return [name for name in super().get_decay_parameter_names(model) if "embed_tokens" not in name]
 
     def log(self, logs: dict, start_time: float | None = None):
         """Adds the share of correct top-1 draft tokens per depth since the last log, over this process' slots."""
@@ -259,7 +280,10 @@ def freeze(drafter: PEagleModel, embeddings: str):
 
 def main(args: PEagleArguments):
     set_seed(args.seed)
-    target, tokenizer = load_target(args.target_model)
+    if args.device.type == "cpu":
+        # accelerate starts every process with one thread, whatever the machine has.
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.world_size))
+    target, tokenizer = load_target(args.target_model, device=args.device)
     stop_ids = target.generation_config.eos_token_id
     stop_ids = set(stop_ids if isinstance(stop_ids, list) else [stop_ids])
     train, held_out, report = load_conversations(
@@ -289,6 +313,7 @@ def main(args: PEagleArguments):
         num_depths=args.num_depths,
         speculation_depth=args.speculation_depth,
         own_embeddings=args.embeddings != "borrowed",
+        target_name_or_path=args.target_model or DEFAULT_TARGET,
     )
     drafter = PEagleModel.from_target(target, config, draft_ids)
     freeze(drafter, args.embeddings)

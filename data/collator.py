@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 
-def sample_slots(loss_mask, document_ids, num_depths: int, cod_ratio: float, cod_floor: float):
+def sample_slots(loss_mask, document_ids, num_depths: int, cod_ratio: float, cod_floor: float, generator=None):
     """Conditional-drop-token (COD) sampling: which slots of a packed row to train, and which of them carry a loss.
 
     All slots of depth 0 are kept, as they are the context of the others. A slot of depth d is a candidate if its whole
@@ -37,7 +37,7 @@ def sample_slots(loss_mask, document_ids, num_depths: int, cod_ratio: float, cod
             scored.append(torch.searchsorted(context, kept))
             continue
         wanted = round(len(candidates) * max(cod_ratio**depth, cod_floor))
-        kept = kept[torch.randperm(len(kept))[:wanted].sort().values]
+        kept = kept[torch.randperm(len(kept), generator=generator)[:wanted].sort().values]
         scored.append(sum(map(len, anchors)) + torch.arange(len(kept)))
         anchors.append(kept)
         depths.append(torch.full_like(kept, depth))
@@ -63,6 +63,7 @@ class PackingCollator:
     num_depths: int
     cod_ratio: float
     cod_floor: float
+    epoch: int = 0
 
     def __call__(self, blocks: list[dict]) -> dict:
         lengths = torch.tensor([length for block in blocks for length in block["seq_lengths"]])
@@ -71,7 +72,11 @@ class PackingCollator:
         document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         ends = lengths.cumsum(0)
         position_ids = torch.arange(len(input_ids)) - (ends - lengths)[document_ids]
-        anchor, depth, scored = sample_slots(loss_mask, document_ids, self.num_depths, self.cod_ratio, self.cod_floor)
+        # The sample depends on the blocks and the epoch alone, so that a resumed run draws it again.
+        seed = hash((self.epoch, *input_ids.tolist())) % 2**63
+        anchor, depth, scored = sample_slots(
+            loss_mask, document_ids, self.num_depths, self.cod_ratio, self.cod_floor, torch.Generator().manual_seed(seed)
+        )
         boundaries = torch.nn.functional.pad(ends, (1, 0)).int()
         longest = int(lengths.max())
         return {

@@ -1,0 +1,468 @@
+"""The benchmark: what it counts, what it reads, and that a wrong answer does not go unnoticed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import evaluate_peagle
+import generation_peagle
+from configuration_peagle import PEagleConfig
+from data.conversations import load_conversations
+from data.prompts import held_out_prompts, load_prompts, read_prompts
+from evaluate_peagle import (
+    EvaluationArguments,
+    Stopwatch,
+    answer_both_ways,
+    bootstrap,
+    evaluate,
+    print_table,
+    summarize,
+)
+from generation_peagle import DecodingStats
+from modeling_peagle import PEagleModel
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+QUIET = {"quiet": True, "max_new_tokens": 20}
+
+
+def make_tokenizer():
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|reserved|>"])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def random_prompt(seed, length=9):
+    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [{"id": f"p{i}", "category": "ab"[i % 2], "input_ids": random_prompt(i)} for i in range(4)]
+
+
+@pytest.fixture(scope="module")
+def drafter(target, tokenizer, prompts):
+    """A random drafter that can propose a few of the target's own tokens only, so that it is right now and then."""
+    counts = Counter()
+    for prompt in prompts:
+        ids = torch.tensor([prompt["input_ids"]])
+        output = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        counts.update(output[0, ids.shape[1] :].tolist())
+    draft_ids = torch.tensor(sorted(token for token, _ in counts.most_common(2)))
+    config = PEagleConfig.for_target(target, tokenizer, mask_token_id=258, draft_vocab_size=2, num_depths=4)
+    torch.manual_seed(0)
+    return PEagleModel.from_target(target, config, draft_ids).eval()
+
+
+@pytest.fixture(scope="module")
+def report(target, tokenizer, drafter, prompts):
+    return evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(repeats=2, **QUIET))
+
+
+def write(folder, *rows):
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def wrong_accept(self, logits, drafts, honest=generation_peagle.Continuation.accept):
+    """The target's choices, each moved to the next token of the vocabulary."""
+    return honest(self, logits.roll(1, dims=-1), drafts)
+
+
+# ---- counts ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_rounds_and_forwards_add_up(report):
+    rows, total = report["prompts"], report["total"]
+    for row in [*rows, *report["categories"].values(), total]:
+        assert row["emitted"] + row["answers"] == row["drafted_tokens"] == row["plain_tokens"]
+        assert row["forwards_saved"] == row["plain_tokens"] - (row["answers"] + row["rounds"])
+        assert row["tau"] == row["emitted"] / row["rounds"]
+    for name in ("answers", "prompt_tokens", "drafted_tokens", "rounds", "emitted", "forwards_saved"):
+        assert total[name] == sum(row[name] for row in rows)
+        assert total[name] == sum(row[name] for row in report["categories"].values())
+    assert (total["answers"], total["prompt_tokens"]) == (8, 72)
+    assert total["tau"] != pytest.approx(sum(row["tau"] for row in rows) / len(rows))  # not a mean of ratios
+    assert total["tau"] > 1  # else the drafter of this test is of no use to it
+    assert report["total"]["identical"] and not report["promise_broken"]
+
+
+def test_speeds_and_times_agree(report):
+    total = report["total"]
+    assert total["plain_tokens_per_second"] == pytest.approx((total["plain_tokens"] - 8) / total["plain_seconds"])
+    assert total["drafted_tokens_per_second"] == pytest.approx(
+        (total["drafted_tokens"] - 8) / total["drafted_seconds"]
+    )
+    assert total["speed_up"] == pytest.approx(total["drafted_tokens_per_second"] / total["plain_tokens_per_second"])
+    assert total["speed_up"] == pytest.approx(total["tau"] / total["break_even_tau"])
+    parts = [total[f"{name}_ms"] for name in ("draft", "verify", "host")]
+    assert min(parts) > 0 and sum(parts) == pytest.approx(total["round_ms"])
+    assert total["break_even_tau"] == pytest.approx(sum(parts) / total["plain_ms"])
+    assert sum(total[f"{name}_share"] for name in ("draft", "verify", "host")) == pytest.approx(1)
+    for name, interval in total["intervals"].items():
+        assert interval[0] <= total[name] <= interval[1]
+
+
+def test_forwards_are_those_the_target_made(target, drafter, prompts):
+    calls = []
+    handle = target.register_forward_hook(lambda *_: calls.append(1))
+    with drafter.attach(target):
+        run = answer_both_ways(
+            target, drafter, prompts[0]["input_ids"], 3, 0, True, max_new_tokens=20, do_sample=False
+        )
+    handle.remove()
+    total = summarize([run], 3)
+    plain_forwards = total["plain_tokens"]
+    assert len(calls) == plain_forwards + (plain_forwards - total["forwards_saved"])
+    assert max(run["stats"].drafted) == 3
+
+
+def test_acceptance_by_depth_of_known_rounds():
+    # Kept 2 of 4, none of 4, 1 of 4 before a stop at the very next token (4 emitted, the last draft never judged), 1 of 1.
+    stats = DecodingStats(drafted=[4, 4, 4, 1], accepted=[2, 0, 3, 1], emitted=[3, 1, 3, 2])
+    run = {"prompt_tokens": 5, "plain": [7] * 10, "drafted": [7] * 10, "plain_seconds": 0.9, "drafted_seconds": 0.6}
+    total = summarize([run | {"stats": stats}], 4)
+    assert total["joint"] == [3 / 4, 2 / 3, 1 / 3, 0]
+    assert total["conditional"] == [3 / 4, 2 / 2, 1 / 2, None]
+    assert total["tau"] == 9 / 4 and total["forwards_saved"] == 10 - 1 - 4
+    assert total["speed_up"] == pytest.approx(1.5) and total["plain_ms"] == pytest.approx(100)
+    twice = summarize([run | {"stats": stats}] * 2, 4)
+    assert [twice[name] for name in ("joint", "conditional", "tau", "answers")] == [
+        total["joint"],
+        total["conditional"],
+        total["tau"],
+        2,
+    ]
+    assert stats.emitted == [3, 1, 3, 2]  # summing leaves the runs alone
+
+
+def test_an_answer_of_one_token_has_no_speed(target, tokenizer, drafter, prompts, capsys):
+    report = evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(quiet=True, max_new_tokens=1))
+    total = report["total"]
+    assert total["rounds"] == total["forwards_saved"] == 0 and total["identical"]
+    assert total["tau"] is total["speed_up"] is total["intervals"] is None
+    print_table(report)
+    json.dumps(report, allow_nan=False)
+
+
+def test_bootstrap(report):
+    names = ("answers", "emitted", "rounds", "plain_tokens", "plain_seconds", "drafted_tokens", "drafted_seconds")
+    rows = [dict(zip(names, (1, n, 10, n + 1, n / 20, n + 1, n / 30))) for n in (12, 18, 25, 31, 40)]
+    intervals = bootstrap(rows)
+    low, high = intervals["tau"]
+    assert 1.2 < low < (12 + 18 + 25 + 31 + 40) / 50 < high < 4.0
+    assert intervals["speed_up"] == pytest.approx([1.5, 1.5])  # every prompt is 1.5 times as fast
+    assert intervals == bootstrap(rows)
+    assert bootstrap(rows[:1])["tau"] == [1.2, 1.2]
+
+
+# ---- how it measures ------------------------------------------------------------------------------------------------
+
+
+def test_seeded_sampling_gives_equal_answers(target, tokenizer, drafter, prompts):
+    hot = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(temperature=1.0, **QUIET))
+    assert hot["total"]["identical"]
+    assert hot["settings"]["temperature"] == 1.0
+
+    def answer(seed):
+        with drafter.attach(target):
+            options = {"do_sample": True, "temperature": 1.0, "top_k": 0, "max_new_tokens": 20}
+            return answer_both_ways(target, drafter, prompts[0]["input_ids"], 4, seed, True, **options)["drafted"]
+
+    assert answer(0) == answer(0) != answer(1)
+
+
+def test_both_orders_take_turns_and_repeats_change_the_seed(target, tokenizer, drafter, prompts, monkeypatch):
+    seen = []
+
+    def record(*args, seed=None, plain_first=None, **options):
+        if seed is not None:  # the warm-up gives them by position
+            seen.append((plain_first, seed))
+            args += (seed, plain_first)
+        return answer_both_ways(*args, **options)
+
+    monkeypatch.setattr(evaluate_peagle, "answer_both_ways", record)
+    evaluate(
+        target, tokenizer, drafter, prompts[:3], EvaluationArguments(repeats=2, seed=5, quiet=True, max_new_tokens=3)
+    )
+    assert seen == [(True, 5), (False, 6), (False, 5), (True, 6), (True, 5), (False, 6)]
+    assert "generate" not in vars(target)  # detached again
+
+
+def test_the_clock_runs_from_the_first_new_token_and_stops_while_text_is_shown(monkeypatch):
+    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(evaluate_peagle, "time", clock)
+
+    def show_for(seconds):
+        clock.now += seconds
+
+    for show in (None, SimpleNamespace(put=lambda _: show_for(5.0), end=lambda: show_for(7.0))):
+        watch = Stopwatch(show)
+        watch.put(torch.tensor([[1, 2, 3]]))  # the prompt
+        clock.now += 30.0  # the prefill
+        watch.put(torch.tensor([4]))
+        for _ in range(2):
+            clock.now += 1.0
+            watch.put(torch.tensor([4]))
+        clock.now += 0.5
+        watch.end()
+        assert watch.seconds == pytest.approx(2.5)
+
+
+def test_only_the_drafted_answer_is_shown(target, drafter, prompts):
+    shown = []
+    show = SimpleNamespace(put=lambda value: shown.extend(value.tolist()), end=lambda: shown.append("end"))
+    with drafter.attach(target):
+        options = {"max_new_tokens": 20, "do_sample": False, "show": show}
+        run = answer_both_ways(target, drafter, prompts[0]["input_ids"], 4, 0, False, **options)
+    assert shown == [*run["drafted"], "end"]
+
+
+def test_a_busy_machine_is_reported(target, tokenizer, drafter, prompts, monkeypatch, capsys):
+    args = EvaluationArguments(quiet=True, max_new_tokens=2)
+    monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
+    monkeypatch.setattr(time, "process_time", lambda: 45.0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (2.7, 9.0, 9.0))  # 0.75 of it our own
+    report = evaluate(target, tokenizer, drafter, prompts[:1], args)
+    assert report["environment"]["load_warning"] is None and "WARNING" not in capsys.readouterr().out
+    monkeypatch.setattr(psutil, "getloadavg", lambda: (2.8, 0.0, 0.0))
+    report = evaluate(target, tokenizer, drafter, prompts[:1], args)
+    assert "do not trust" in report["environment"]["load_warning"]
+    assert report["environment"]["load_of_others"] == pytest.approx(2.05)
+    print_table(report)
+    assert capsys.readouterr().out.count("WARNING: other programs keep 2.0 of 4 cores busy") == 2
+
+
+# ---- the promise ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, broken", [({}, True), ({"temperature": 0.5}, False)])
+def test_wrong_answers_are_noticed(target, tokenizer, drafter, prompts, monkeypatch, capsys, changes, broken):
+    monkeypatch.setattr(generation_peagle.Continuation, "accept", wrong_accept)
+    report = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(**QUIET, **changes))
+    assert not report["total"]["identical"] and not report["prompts"][0]["identical"]
+    assert report["promise_broken"] is broken
+    print_table(report)
+    out = capsys.readouterr().out
+    assert "!!! DRAFTED AND PLAIN ANSWERS DIFFER for p0, p1." in out and ("THIS IS A BUG" in out) is broken
+
+
+def test_one_wrong_token_in_one_answer_is_enough(target, tokenizer, drafter, prompts, monkeypatch):
+    def corrupt_last(*args, **options):
+        run = answer_both_ways(*args, **options)
+        if args[2] == prompts[3]["input_ids"]:
+            run["drafted"][-1] += 1
+        return run
+
+    monkeypatch.setattr(evaluate_peagle, "answer_both_ways", corrupt_last)
+    report = evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(**QUIET))
+    assert [row["identical"] for row in report["prompts"]] == [True, True, True, False]
+    assert report["promise_broken"] and not report["total"]["identical"]
+    assert report["categories"]["a"]["identical"] and not report["categories"]["b"]["identical"]
+
+
+def test_rounding_is_no_broken_promise(target, tokenizer, drafter, prompts, monkeypatch):
+    monkeypatch.setattr(generation_peagle.Continuation, "accept", wrong_accept)
+    low = LlamaForCausalLM(target.config).to(torch.bfloat16).eval()
+    report = evaluate(low, tokenizer, drafter, prompts[:1], EvaluationArguments(**QUIET))
+    assert report["environment"]["dtype"] == "bfloat16"
+    assert not report["total"]["identical"] and not report["promise_broken"]
+
+
+@pytest.mark.parametrize(
+    "speeds, words", [((0.8, 0.9), "slower than"), ((1.1, 1.3), "faster"), ((0.9, 1.1), "no clear")]
+)
+def test_the_verdict_is_plain(report, capsys, speeds, words):
+    total = report["total"] | {"speed_up": sum(speeds) / 2, "intervals": {"tau": [1.2, 1.6], "speed_up": list(speeds)}}
+    print_table(report | {"total": total})
+    out = capsys.readouterr().out
+    assert f"\n{sum(speeds) / 2:.2f}x: {words}" in out and "plain decoding on this machine" in out
+    for name in ("p0", "p3", "all a", "all b", "total"):
+        assert f"\n{name} " in out
+    assert f"tau {report['total']['tau']:.2f} (1.20 to 1.60); it breaks even at {total['break_even_tau']:.2f}" in out
+
+
+def test_the_command_notices_from_any_folder(tmp_path, target, tokenizer, drafter):
+    """The whole way in a process of its own: folders, the drafter's code in its folder (here a bad copy), exit status."""
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    drafter.save_pretrained(tmp_path / "drafter")
+    with open(tmp_path / "drafter" / "generation_peagle.py", "a") as code:
+        code.write(
+            "\n\nhonest_accept = Continuation.accept\n"
+            "Continuation.accept = lambda self, logits, drafts: honest_accept(self, logits.roll(1, dims=-1), drafts)\n"
+        )
+    write(tmp_path, {"prompt": "Hello"}, {"prompt": "Bye", "category": "end", "id": 7})
+    command = [sys.executable, evaluate_peagle.__file__, "--target", "target", "--drafter", "drafter"]
+    command += ["--prompts", "prompts.jsonl", "--max_new_tokens", "12", "--output", "results.json"]
+    settings = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "[1/2] line 1" in done.stdout and "plain decoding on this machine" in done.stdout
+    assert "!!! DRAFTED AND PLAIN ANSWERS DIFFER for line 1, 7. THIS IS A BUG." in done.stdout
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert report["promise_broken"] and report["environment"]["threads"] == 1
+    assert [row["category"] for row in report["prompts"]] == ["none", "end"]
+
+
+def test_the_command_writes_everything_down(tmp_path, target, tokenizer, drafter, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate_peagle, "load_target", lambda name, dtype: (target, tokenizer))
+    monkeypatch.setattr(evaluate_peagle.AutoModel, "from_pretrained", lambda *_, **__: drafter)
+    path, output = write(tmp_path, {"prompt": "Hello"}, {"prompt": "Bye"}), tmp_path / "results.json"
+    options = ["--max_new_tokens", "12", "--speculation_depth", "2", "--num_prompts", "1", "--output", str(output)]
+    assert evaluate_peagle.main(["--drafter", "owner/name", "--prompts", str(path), *options]) == 0
+    assert "!!!" not in capsys.readouterr().out
+    report = json.loads(output.read_text())
+    assert set(report) == {"settings", "environment", "prompts", "categories", "total", "promise_broken"}
+    assert report["settings"].items() >= {"speculation_depth": 2, "max_new_tokens": 12, "prompts": str(path)}.items()
+    assert set(report["environment"]) >= {"python", "torch", "transformers", "git", "cpu", "gpu", "threads", "dtype"}
+    assert report["environment"]["dtype"] == "float32" and report["environment"]["cpu"]
+    assert set(report["total"]) >= {
+        "speed_up",
+        "tau",
+        "joint",
+        "conditional",
+        "intervals",
+        "break_even_tau",
+        "plain_ms",
+    }
+    assert len(report["prompts"]) == 1 and len(report["total"]["joint"]) == 2 and report["total"]["identical"]
+
+
+def test_an_output_that_cannot_be_written_fails_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate_peagle, "load_target", None)
+    with pytest.raises(FileNotFoundError, match="results.json"):
+        evaluate_peagle.main(["--drafter", "owner/name", "--output", str(tmp_path / "absent" / "results.json")])
+
+
+def test_a_folder_without_drafter_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no drafter in"):
+        evaluate_peagle.main(["--drafter", str(tmp_path)])
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_three_shapes_of_rows(tmp_path, tokenizer):
+    path = write(
+        tmp_path,
+        {"id": "x", "category": "chat", "messages": [{"role": "system", "content": None}, *user("Hi")]},
+        "",
+        {"prompt": "Hi"},
+        {"question_id": 81, "category": "writing", "turns": ["Hi", "Say it in verse."]},
+    )
+    prompts = read_prompts(path, tokenizer)
+    assert [(p["id"], p["category"]) for p in prompts] == [("x", "chat"), ("line 3", "none"), ("81", "writing")]
+    plain = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert [tokenizer.decode(p["input_ids"]) for p in prompts[1:]] == [plain, plain]
+    assert tokenizer.decode(prompts[0]["input_ids"]) == "<|im_start|>system\n<|im_end|>\n" + plain
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        "{not json",
+        "[1, 2]",
+        {"text": "Hi"},
+        {"prompt": ""},
+        {"prompt": 3},
+        {"turns": []},
+        {"messages": []},
+        {"messages": [*user("Hi"), {"role": "assistant", "content": "Hello"}]},
+        {"messages": ["Hi", *user("Hi")]},
+        {"messages": user(["Hi"])},
+    ],
+    ids=str,
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path, tokenizer, row):
+    path = write(tmp_path, {"prompt": "Hi"}, "", row)
+    with pytest.raises(ValueError, match=f"{path.name}, line 3: "):
+        read_prompts(path, tokenizer)
+
+
+def test_a_missing_template_is_no_fault_of_a_row(tmp_path):
+    bare = make_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(ValueError, match="chat_template") as caught:
+        read_prompts(write(tmp_path, {"prompt": "Hi"}), bare)
+    assert "line" not in str(caught.value)
+
+
+def test_selection(tmp_path, tokenizer):
+    path = write(tmp_path, *({"prompt": f"{i}", "category": c, "id": f"{c}{i}"} for i, c in enumerate("aabbab")))
+
+    def ids(*limits):
+        return [prompt["id"] for prompt in load_prompts(path, None, tokenizer, None, *limits)]
+
+    assert ids() == ["a0", "a1", "b2", "b3", "a4", "b5"]
+    assert ids(None, 1) == ["a0", "b2"]
+    assert ids(3, 2) == ["a0", "a1", "b2"]
+    with pytest.raises(ValueError, match="No prompt is left to answer of the 6 in"):
+        ids(0)
+
+
+def test_the_shipped_prompts_are_read(tokenizer):
+    prompts = load_prompts(EvaluationArguments().prompts, None, tokenizer, None)
+    assert len(prompts) == 12 and len({prompt["category"] for prompt in prompts}) == 6
+
+
+def test_held_out_prompts_are_those_of_training(tmp_path, tokenizer, target):
+    rows = [{"messages": [*user(f"Question {i}"), {"role": "assistant", "content": "Yes."}]} for i in range(60)]
+    path = write(tmp_path, *rows)
+    split = {"max_seq_len": 512, "eval_fraction": 0.05}
+    _, expected, _ = load_conversations(path, tokenizer, **split, progress=False)
+    prompts = held_out_prompts(path, tokenizer, target)
+    assert 0 < len(prompts) == len(expected) < 20
+    for prompt, row in zip(prompts, expected):
+        text = tokenizer.decode(prompt["input_ids"])
+        assert text.startswith("<|im_start|>user\nQuestion ") and text.endswith("<|im_start|>assistant\n")
+        assert prompt["input_ids"] == row["input_ids"][: row["prompt_length"]]

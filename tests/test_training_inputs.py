@@ -1,0 +1,228 @@
+"""What training starts from: the teacher's signals, its divergence, the mask token and the draft vocabulary.
+
+All targets are tiny and random, built here; float32 on the CPU.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, models
+from transformers import (
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from configuration_peagle import PEagleConfig
+from data.collator import PackingCollator
+from modeling_peagle import PEagleModel
+from train_peagle import TargetSignals, choose_draft_vocabulary, choose_mask_token, kl_to_target
+
+
+VOCAB = 64
+DRAFT_IDS = torch.arange(2, VOCAB, 4)
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+# Windows shorter than the documents; a soft cap that bends these logits.
+GEMMA = {"sliding_window": 4, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+TARGETS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, **GEMMA, final_logit_softcapping=1.5)),
+    "gemma3 composite": lambda: Gemma3ForConditionalGeneration(
+        Gemma3Config(
+            text_config=SHAPE | GEMMA,
+            vision_config=VISION | {"image_size": 8, "patch_size": 4},
+            mm_tokens_per_image=4,
+            image_token_id=60,
+            boi_token_id=61,
+            eoi_token_id=62,
+        )
+    ),
+}
+
+
+def build_target(name="llama", seed=0):
+    torch.manual_seed(seed)
+    return TARGETS[name]().eval().requires_grad_(False)
+
+
+def build_config(target, draft_vocab_size=16):
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
+    return PEagleConfig.for_target(target, tokenizer, mask_token_id=1, draft_vocab_size=draft_vocab_size)
+
+
+def packed(*documents):
+    ids = [token for document in documents for token in document]
+    blocks = [{"input_ids": ids, "loss_mask": [1] * len(ids), "seq_lengths": [*map(len, documents)], "block": 0}]
+    return PackingCollator(3, 1.0, 0.0)(blocks)
+
+
+def random_documents(*lengths):
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 60, (length,), generator=generator).tolist() for length in lengths]
+
+
+def alone(target, ids, layer_ids):
+    """Features and next-token distribution of a document read by itself."""
+    output = target(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    return torch.cat([output.hidden_states[i] for i in layer_ids], dim=-1), output.logits[0].softmax(dim=-1)
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def packed_signals(request):
+    target = build_target(request.param)
+    config, documents = build_config(target), random_documents(11, 9)
+    signals = TargetSignals(target, config, DRAFT_IDS, keep=False)
+    return SimpleNamespace(target=target, config=config, documents=documents, row=packed(*documents), signals=signals)
+
+
+def test_features_of_each_packed_document_are_those_of_the_document_alone(packed_signals):
+    p, start = packed_signals, 0
+    features, _ = p.signals(p.row)
+    for ids in p.documents:
+        expected, _ = alone(p.target, ids, p.config.eagle_aux_hidden_state_layer_ids)
+        torch.testing.assert_close(features[:, start : start + len(ids)], expected, atol=1e-5, rtol=1e-5)
+        start += len(ids)
+
+
+def test_the_teacher_is_the_targets_distribution_restricted_to_the_draft_vocabulary(packed_signals):
+    p, start = packed_signals, 0
+    _, hidden = p.signals(p.row)
+    for ids in p.documents:
+        _, full = alone(p.target, ids, [0])
+        expected = full[:, DRAFT_IDS] / full[:, DRAFT_IDS].sum(dim=-1, keepdim=True)
+        teacher = p.signals.distribution(hidden[0, start : start + len(ids)])
+        torch.testing.assert_close(teacher, expected, atol=1e-5, rtol=1e-5)
+        start += len(ids)
+
+
+def test_the_soft_cap_of_gemma_is_part_of_the_teacher():
+    target = build_target("gemma3")
+    signals = TargetSignals(target, build_config(target), DRAFT_IDS, keep=False)
+    hidden = 3 * torch.randn(5, 32)
+    capped = signals.distribution(hidden)
+    signals.softcap = None
+    assert (signals.distribution(hidden) - capped).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    "call", [{}, {"use_cache": False, "attention_mask": torch.ones(1, 20)}], ids=["cache", "mask"]
+)
+def test_with_a_cache_or_a_mask_the_second_document_would_read_the_first(name, call):
+    target = build_target(name)
+    documents = random_documents(11, 9)
+    row = packed(*documents)
+    states = target(
+        row["input_ids"], position_ids=row["position_ids"], output_hidden_states=True, **call
+    ).hidden_states
+    expected, _ = alone(target, documents[1], [2])
+    assert (states[2][:, 11:] - expected).abs().max() > 0.1
+
+
+def test_kl_to_target_is_that_of_torch():
+    torch.manual_seed(0)
+    logits, teacher = 3 * torch.randn(20, 50), (3 * torch.randn(20, 50)).softmax(dim=-1)
+    teacher[0] = torch.nn.functional.one_hot(torch.tensor(7), 50)  # 0 log 0 is 0
+    expected = torch.nn.functional.kl_div(logits.log_softmax(dim=-1), teacher, reduction="none").sum(dim=-1)
+    torch.testing.assert_close(kl_to_target(logits, teacher), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_kl_to_target_is_zero_at_equality_and_only_there():
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(20, 50)
+    assert kl_to_target(logits + 5, logits.softmax(dim=-1)).abs().max() < 1e-5
+    assert kl_to_target(logits.flip(1), logits.softmax(dim=-1)).min() > 0.1
+
+
+# The choices
+
+
+def build_tokenizer(*added, template=None):
+    """Ids 0 to 2 are ordinary words, 3 is the end of sequence; the added tokens follow."""
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", eos_token="</s>")
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in added])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ["<unused7>", "<|reserved_special_token_3|>"])
+def test_the_mask_token_is_a_reserved_one_rather_than_any_other_special_token(name):
+    tokenizer = build_tokenizer("<fim>", name, "<image>")
+    assert choose_mask_token(tokenizer, set(), set()) == tokenizer.convert_tokens_to_ids(name)
+
+
+def test_without_reserved_tokens_the_mask_token_is_another_special_one():
+    tokenizer = build_tokenizer("<fim>", "<image>")
+    assert tokenizer.convert_ids_to_tokens(choose_mask_token(tokenizer, set(), {3})) in ("<fim>", "<image>")
+
+
+def test_the_mask_token_is_never_in_the_template_the_data_or_the_stop_ids():
+    tokenizer = build_tokenizer("<unused0>", "<unused1>", "<unused2>", "<last>", template="{{ '<unused0>' }}")
+    seen, stop = ({tokenizer.convert_tokens_to_ids(token)} for token in ("<unused1>", "<unused2>"))
+    assert choose_mask_token(tokenizer, seen, stop) == tokenizer.convert_tokens_to_ids("<last>")
+    assert choose_mask_token(tokenizer, seen, set()) == tokenizer.convert_tokens_to_ids("<unused2>")
+
+
+def test_when_every_special_token_has_a_use_the_message_names_the_option():
+    tokenizer = build_tokenizer("<seen>", "<turn>", template="<turn>")
+    with pytest.raises(ValueError, match="--mask_token_id"):
+        choose_mask_token(tokenizer, {tokenizer.convert_tokens_to_ids("<seen>")}, {3})
+
+
+# Supervised: five times 40, three times 30, twice 20, once 10; token 7 only in prompts.
+ROWS = [
+    {"input_ids": [7, 7, 7, 7, 40, 40, 40, 30, 20], "loss_mask": [0, 0, 0, 0, 1, 1, 1, 1, 1]},
+    {"input_ids": [7, 7, 40, 40, 30, 30, 20, 10, 7], "loss_mask": [0, 0, 1, 1, 1, 1, 1, 1, 0]},
+]
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_supervised_tokens_and_their_share():
+    chosen, coverage = choose_draft_vocabulary(ROWS, 2, set())
+    assert chosen.tolist() == [30, 40] and coverage == 8 / 11
+
+
+def test_the_draft_vocabulary_has_the_stop_ids_whether_seen_or_not():
+    chosen, coverage = choose_draft_vocabulary(ROWS, 3, {10, 63})
+    assert chosen.tolist() == [10, 40, 63] and coverage == 6 / 11
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 12, 41, VOCAB])
+def test_the_draft_vocabulary_has_its_size_ascending_and_within_the_vocabulary(size):
+    chosen, coverage = choose_draft_vocabulary(ROWS, size, {2})
+    assert len(chosen) == size and 2 in chosen
+    assert chosen.tolist() == sorted(set(chosen.tolist())) and chosen.max() < VOCAB
+    assert (coverage == 1) == (size >= 5)
+
+
+def test_without_any_supervised_token_the_draft_vocabulary_still_has_its_size():
+    chosen, coverage = choose_draft_vocabulary([{"input_ids": [5], "loss_mask": [0]}], 4, {9})
+    assert chosen.tolist() == [0, 1, 2, 9] and coverage == 0
+
+
+def test_a_draft_vocabulary_as_large_as_the_targets_is_the_full_one():
+    target = build_target("llama")
+    drafter = PEagleModel.from_target(target, build_config(target, VOCAB), torch.arange(VOCAB))
+    assert drafter.draft_ids().tolist() == list(range(VOCAB))
+    assert torch.equal(drafter.lm_head.weight, target.lm_head.weight)
