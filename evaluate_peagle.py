@@ -38,9 +38,9 @@ ROW = (
 SUMMARY = """
 {speed_up:.2f}x: {verdict} plain decoding on this machine (95% interval {low:.2f} to {high:.2f})
 tau {tau:.2f} ({least:.2f} to {most:.2f}); it breaks even at {break_even_tau:.2f},
-  ({verify_ms:.1f} verification + {draft_ms:.1f} drafter + {host_ms:.1f} {rest}) ms per round / {plain_ms:.1f} per plain token
+  ({verify_ms:.1f} verification + {draft_ms:.1f} drafter + {host_ms:.1f} {rest}) ms a round / {plain_ms:.1f} a token
 a round takes {round_ms:.1f} ms: {verify_share:.0%} verification, {draft_share:.0%} drafter, {host_share:.0%} {rest}
-kept at depth 1, 2, ...: {joint} of all drafted, {conditional} of those after kept ones"""
+kept at depth 1, 2, ...: {joint} jointly, {conditional} where all before were kept"""
 
 
 @dataclass

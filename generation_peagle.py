@@ -93,7 +93,7 @@ def attach(drafter, target, tokenizer=None) -> "Attachment":
     @functools.wraps(previous)
     def generate(*args, assistant_model=None, **kwargs):
         if assistant_model is drafter:
-            return speculative_generate(target, drafter, *args, **kwargs)
+            return speculative_generate(drafter, target, *args, **kwargs)
         return previous(*args, assistant_model=assistant_model, **kwargs)
 
     generate.peagle_drafters = (drafter, *getattr(previous, "peagle_drafters", ()))
@@ -123,7 +123,7 @@ class Attachment:
         self.installed = None
 
 
-def speculative_generate(target, drafter, *args, streamer=None, tokenizer=None, stopping_criteria=None, **kwargs):
+def speculative_generate(drafter, target, *args, streamer=None, tokenizer=None, stopping_criteria=None, **kwargs):
     """`target.generate` with this drafter, whether attached or not. Takes and returns what `generate` does.
 
     With `return_dict_in_generate=True` the result also carries `stats`. `num_assistant_tokens` sets K.
@@ -131,6 +131,7 @@ def speculative_generate(target, drafter, *args, streamer=None, tokenizer=None, 
     Raises:
         ValueError: An option that cannot be decoded speculatively without changing the output; the message names it.
     """
+    drafter.config.check_target(target)
     config = kwargs.get("generation_config") or target.generation_config
     num_tokens = kwargs.get("num_assistant_tokens") or config.num_assistant_tokens or drafter.config.speculation_depth
     if not 1 <= num_tokens <= drafter.config.num_depths:

@@ -30,10 +30,10 @@ from transformers.utils import ModelOutput
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
     from .configuration_peagle import PEagleConfig
-    from .generation_peagle import attach
+    from .generation_peagle import attach, speculative_generate
 except ImportError:
     from configuration_peagle import PEagleConfig
-    from generation_peagle import attach
+    from generation_peagle import attach, speculative_generate
 
 
 def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int):
@@ -117,6 +117,7 @@ class PEagleModel(LlamaPreTrainedModel):
     _supports_flex_attn = False
 
     attach = attach
+    speculative_generate = speculative_generate
 
     def __init__(self, config: PEagleConfig):
         super().__init__(config)
@@ -265,14 +266,21 @@ class PEagleModel(LlamaPreTrainedModel):
         """
         try:
             model, info = super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+                pretrained_model_name_or_path,
+                *args,
+                **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True},
             )
         except SafetensorError as error:
             raise OSError(
                 f"The weights in {pretrained_model_name_or_path} are damaged ({error}). The file is probably truncated: "
                 "download or copy it again."
             ) from error
-        for kind, names in (("missing", info["missing_keys"]), ("unknown", info["unexpected_keys"])):
+        faults = {
+            "missing": info["missing_keys"],
+            "unknown": info["unexpected_keys"],
+            "misshapen": [name for name, *_ in info["mismatched_keys"]],
+        }
+        for kind, names in faults.items():
             if names:
                 raise OSError(
                     f"The checkpoint in {pretrained_model_name_or_path} does not match its config.json, {kind} tensors: "

@@ -10,8 +10,8 @@ from data.conversations import BadConversation, load_conversations, read_jsonl
 def read_prompts(path, tokenizer) -> list[dict]:
     """Prompts with `id` (str), `category` (str) and `input_ids` (list[int]), from JSON Lines.
 
-    A row has `messages` (as in OpenAI's format, optionally with `tools`), a `prompt`, or `turns` (as in Spec-Bench; the
-    first is asked); it may have a `category` and an `id` or `question_id`. Raises ValueError naming a bad row's line.
+    A row has `messages` (in OpenAI format, `tools` if need be), a `prompt`, or `turns` (as in Spec-Bench, the
+    first is asked), and may have a `category` and an `id` or `question_id`. Raises ValueError naming a bad row's line.
     """
     tokenizer.get_chat_template()  # raises here, because a missing template is no fault of a row
     prompts = []
