@@ -12,6 +12,7 @@ import json
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig
 
+
 # Two models of one family may pad the same vocabulary to different sizes (Gemma-3: 262,144 and 262,208 rows). Sizes
 # further apart than this belong to different tokenizers.
 MAX_VOCAB_PADDING = 512

@@ -89,6 +89,8 @@ def load_target(
         else:
             loaded = _load(source, dtype, attn_implementation, local_files_only=True)
     model, tokenizer = loaded
+    if name is None:
+        model.name_or_path = model.config.name_or_path = DEFAULT_TARGET  # not the folder of this machine
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 

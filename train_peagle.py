@@ -263,9 +263,8 @@ def choose_draft_vocabulary(dataset, size: int, always: set[int]) -> tuple[torch
 
 
 def pack(dataset, max_seq_len: int):
-    """Conversations to blocks of at most `max_seq_len` tokens, with `seq_lengths` and a running `block` number."""
-    packed = pack_dataset(dataset.select_columns(["input_ids", "loss_mask"]), max_seq_len, "bfd")
-    return packed.add_column("block", range(len(packed)))
+    """Conversations to blocks of at most `max_seq_len` tokens, with the lengths of their documents in `seq_lengths`."""
+    return pack_dataset(dataset.select_columns(["input_ids", "loss_mask"]), max_seq_len, "bfd")
 
 
 def freeze(drafter: PEagleModel, embeddings: str):
@@ -285,7 +284,7 @@ def main(args: PEagleArguments):
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.world_size))
     target, tokenizer = load_target(args.target_model, device=args.device)
     stop_ids = target.generation_config.eos_token_id
-    stop_ids = set(stop_ids if isinstance(stop_ids, list) else [stop_ids])
+    stop_ids = set(stop_ids if isinstance(stop_ids, list) else [stop_ids]) - {None}
     train, held_out, report = load_conversations(
         args.train_file,
         tokenizer,

@@ -46,11 +46,10 @@ def sample_slots(loss_mask, document_ids, num_depths: int, cod_ratio: float, cod
 
 @dataclass
 class PackingCollator:
-    """Packed blocks (columns `input_ids`, `loss_mask`, `seq_lengths`, `block`) to one flattened row without padding.
+    """Packed blocks (columns `input_ids`, `loss_mask`, `seq_lengths`) to one flattened row without padding.
 
-    The keys of the result beside those below are `block` (list of ints) and the varlen arguments of flash attention,
-    `cu_seq_lens_q/k` and `max_length_q/k`; attention kernels that do not read them isolate the documents by the restart of
-    `position_ids`.
+    The keys of the result beside those below are the varlen arguments of flash attention, `cu_seq_lens_q/k` and
+    `max_length_q/k`; attention kernels that do not read them isolate the documents by the restart of `position_ids`.
 
     | key | shape | |
     |---|---|---|
@@ -91,5 +90,4 @@ class PackingCollator:
             "depth": depth,
             "scored": scored,
             "labels": input_ids[(anchor + 2 + depth)[scored]][None],
-            "block": [block["block"] for block in blocks],
         }

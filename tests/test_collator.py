@@ -13,12 +13,11 @@ FIRST = ([10, 11, 12, 13, 14, 15], [0, 0, 1, 1, 0, 1])
 SECOND = ([20, 21, 22, 23], [0, 1, 1, 1])
 
 
-def block(*documents, number=0):
+def block(*documents):
     return {
         "input_ids": [token for ids, _ in documents for token in ids],
         "loss_mask": [kept for _, mask in documents for kept in mask],
         "seq_lengths": [len(ids) for ids, _ in documents],
-        "block": number,
     }
 
 
@@ -80,13 +79,12 @@ def random_masks(generator, documents=6, longest=14):
 
 
 def test_two_documents_give_exactly_these_token_tensors():
-    row = collate(block(FIRST, SECOND, number=7))
+    row = collate(block(FIRST, SECOND))
     assert row["input_ids"].tolist() == [[10, 11, 12, 13, 14, 15, 20, 21, 22, 23]]
     assert row["position_ids"].tolist() == [[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
     assert row["document_ids"].tolist() == [[0, 0, 0, 0, 0, 0, 1, 1, 1, 1]]
     assert row["cu_seq_lens_q"].tolist() == row["cu_seq_lens_k"].tolist() == [0, 6, 10]
     assert row["max_length_q"] == row["max_length_k"] == 6
-    assert row["block"] == [7]
 
 
 def test_two_documents_give_exactly_these_slots_and_labels():
@@ -106,8 +104,7 @@ def test_tensors_have_the_types_that_models_and_kernels_read():
 
 
 def test_two_blocks_in_a_batch_are_one_block_of_both_documents():
-    together, apart = collate(block(FIRST, SECOND)), collate(block(FIRST), block(SECOND, number=1))
-    assert apart.pop("block") == [0, 1] and together.pop("block") == [0]
+    together, apart = collate(block(FIRST, SECOND)), collate(block(FIRST), block(SECOND))
     for name, value in together.items():
         assert torch.equal(torch.as_tensor(apart[name]), torch.as_tensor(value)), name
 

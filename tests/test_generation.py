@@ -1,6 +1,7 @@
 """Decoding through `target.generate(..., assistant_model=drafter)`: the same tokens as plain decoding, always."""
 
 import itertools
+import math
 import threading
 
 import pytest
@@ -249,35 +250,38 @@ def test_a_prefix_constraint_holds_on_every_path(llama):
 # The law of sampled output, by enumeration of every random outcome
 
 
-def enumerate_law(monkeypatch, rule, table, drafts_of, count):
-    """The exact joint law of the first `count` tokens that a verifier emits, as `{tokens: probability}`.
+class Undecided(Exception):
+    """A script of random choices ended before the run did; `args[0]` is the number of next choices."""
 
-    `torch.multinomial` is replaced by a script of choices; all scripts are tried, weighted by their probabilities.
-    """
+
+def run_scripted(monkeypatch, script, rule, *arguments):
+    """The tokens of one run whose random draws follow `script`, and the probability of these draws."""
+    cursor, weights = iter(script), []
+
+    def choose(probabilities, num_samples):
+        probabilities = probabilities.flatten()
+        choice = next(cursor, None)
+        if choice is None:
+            raise Undecided(len(probabilities))
+        weights.append(probabilities[choice].item())
+        return torch.tensor([[choice]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generation_peagle.torch, "multinomial", choose)
+        return rule(*arguments), math.prod(weights)
+
+
+def enumerate_law(monkeypatch, rule, table, drafts_of, count):
+    """The exact joint law of the first `count` tokens that a verifier emits, as `{tokens: probability}`: all scripts of
+    random choices are tried."""
     law, pending = {}, [()]
     while pending:
         script = pending.pop()
-        cursor, weight, open_choice = iter(script), 1.0, []
-
-        class Undecided(Exception):
-            pass
-
-        def choose(probabilities, num_samples):
-            nonlocal weight
-            choice = next(cursor, None)
-            if choice is None:
-                open_choice.append(len(probabilities.flatten()))
-                raise Undecided
-            weight *= probabilities.flatten()[choice].item()
-            return torch.tensor([[choice]])
-
-        monkeypatch.setattr(generation_peagle.torch, "multinomial", choose)
         try:
-            tokens = rule(table, drafts_of, count)
+            tokens, weight = run_scripted(monkeypatch, script, rule, table, drafts_of, count)
             law[tokens] = law.get(tokens, 0.0) + weight
-        except Undecided:
-            pending += [(*script, choice) for choice in range(open_choice[0])]
-        monkeypatch.undo()
+        except Undecided as undecided:
+            pending += [(*script, choice) for choice in range(undecided.args[0])]
     return law
 
 

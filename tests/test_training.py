@@ -52,12 +52,11 @@ def document(length, seed, prompt=3, supervised=1):
     return ids, [0] * prompt + [supervised] * (length - prompt)
 
 
-def block(*documents, number=0):
+def block(*documents):
     return {
         "input_ids": [token for ids, _ in documents for token in ids],
         "loss_mask": [kept for _, mask in documents for kept in mask],
         "seq_lengths": [len(ids) for ids, _ in documents],
-        "block": number,
     }
 
 
@@ -157,9 +156,9 @@ def test_every_trainable_tensor_learns(target, tmp_path):
 
 BLOCKS = [
     block(document(10, 1), document(8, 2)),
-    block(document(20, 3), number=1),
-    block(document(6, 4), document(6, 5), document(9, 6), number=2),
-    block(document(30, 7), number=3),
+    block(document(20, 3)),
+    block(document(6, 4), document(6, 5), document(9, 6)),
+    block(document(30, 7)),
 ]
 
 

