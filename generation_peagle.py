@@ -7,7 +7,9 @@ for every drafter (speculative sampling with a one-hot proposal, https://hugging
 token is drawn per position, in order, a seeded run gives the very tokens that plain sampling gives.
 """
 
+import copy
 import functools
+import inspect
 import time
 from dataclasses import dataclass, field
 
@@ -15,6 +17,9 @@ import torch
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import DynamicCache
 from transformers.generation import GenerateDecoderOnlyOutput
+
+
+GENERATE_ARGUMENTS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
 
 
 @dataclass
@@ -91,10 +96,12 @@ def attach(drafter, target, tokenizer=None) -> "Attachment":
         return Attachment(target, None)
 
     @functools.wraps(previous)
-    def generate(*args, assistant_model=None, **kwargs):
-        if assistant_model is drafter:
-            return speculative_generate(drafter, target, *args, **kwargs)
-        return previous(*args, assistant_model=assistant_model, **kwargs)
+    def generate(*args, **kwargs):
+        kwargs |= zip(GENERATE_ARGUMENTS, args)
+        if kwargs.get("assistant_model") is drafter:
+            del kwargs["assistant_model"]
+            return speculative_generate(drafter, target, **kwargs)
+        return previous(**kwargs)
 
     generate.peagle_drafters = (drafter, *getattr(previous, "peagle_drafters", ()))
     had_own = "generate" in vars(target)
@@ -123,8 +130,10 @@ class Attachment:
         self.installed = None
 
 
-def speculative_generate(drafter, target, *args, streamer=None, tokenizer=None, stopping_criteria=None, **kwargs):
-    """`target.generate` with this drafter, whether attached or not. Takes and returns what `generate` does.
+def speculative_generate(
+    drafter, target, generation_config=None, stopping_criteria=None, streamer=None, tokenizer=None, **kwargs
+):
+    """`target.generate` with this drafter, whether attached or not. Takes (by name) and returns what `generate` does.
 
     With `return_dict_in_generate=True` the result also carries `stats`. `num_assistant_tokens` sets K.
 
@@ -132,23 +141,33 @@ def speculative_generate(drafter, target, *args, streamer=None, tokenizer=None, 
         ValueError: An option that cannot be decoded speculatively without changing the output; the message names it.
     """
     drafter.config.check_target(target)
-    config = kwargs.get("generation_config") or target.generation_config
+    config = generation_config or target.generation_config
     num_tokens = kwargs.get("num_assistant_tokens") or config.num_assistant_tokens or drafter.config.speculation_depth
     if not 1 <= num_tokens <= drafter.config.num_depths:
         raise ValueError(
             f"num_assistant_tokens is {num_tokens}, but this drafter was trained for 1 to {drafter.config.num_depths} draft "
             "tokens per round."
         )
-    # `generate` does not hand the tokenizer to a custom decoding loop, which it needs to build this criterion.
-    stop_strings = kwargs.pop("stop_strings", None)
+    # `generate` keeps the tokenizer from a custom decoding loop, so the criterion that needs it is built here.
+    stop_strings = kwargs.pop("stop_strings", None) or config.stop_strings
     if stop_strings is not None:
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer: pass `tokenizer=` to generate as well.")
+        if target.generation_config.stop_strings is not None:
+            raise ValueError(
+                "The target's own generation_config sets stop_strings: unset it there and pass stop_strings to generate."
+            )
+        generation_config = copy.deepcopy(config)
+        generation_config.stop_strings = None
         stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
         stopping_criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    loop = functools.partial(decode, drafter=drafter, num_tokens=num_tokens, streamer=streamer)
     return type(target).generate(
-        target, *args, streamer=streamer, stopping_criteria=stopping_criteria, custom_generate=loop, **kwargs
+        target,
+        generation_config=generation_config,
+        stopping_criteria=stopping_criteria,
+        streamer=streamer,
+        custom_generate=functools.partial(decode, drafter=drafter, num_tokens=num_tokens, streamer=streamer),
+        **kwargs,
     )
 
 
@@ -295,7 +314,7 @@ def decode(
             )
 
             clock = time.perf_counter()
-            features = torch.cat([outputs.hidden_states[i][:, verified] for i in layer_ids], dim=-1)
+            features = torch.cat([outputs.hidden_states[i][:, verified].to(drafter.device) for i in layer_ids], dim=-1)
             # The last token that may still come needs no draft.
             wanted = min(num_tokens, text.max_length - text.length - 1)
             drafts = []

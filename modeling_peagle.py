@@ -246,7 +246,7 @@ class PEagleModel(LlamaPreTrainedModel):
         visible = slot_visibility((cached + anchor)[:, None], depth[:, None], key_anchor, key_depth)
         output = self(
             slot_ids[None],
-            features.to(device),
+            features,
             feature_index[None],
             slot_positions[None],
             visible[None],

@@ -198,6 +198,18 @@ def test_stop_strings_end_the_text_inside_an_accepted_block(llama, place):
     assert recorder.tokens == expected[0].tolist()
 
 
+def test_stop_strings_of_a_generation_config_are_kept(llama):
+    prompt = prompt_of(6)
+    drafter = scripted_for(llama, prompt, "right")
+    config = GenerationConfig(stop_strings=[chr(33 + drafter.reference[9])], do_sample=False, max_new_tokens=24)
+    options = {"generation_config": config, "tokenizer": letter_tokenizer()}
+    with drafter.attach(llama):
+        out = llama.generate(prompt, assistant_model=drafter, **options)
+    expected = llama.generate(prompt, **options)
+    assert torch.equal(out, expected) and expected.shape[1] < 30
+    assert config.stop_strings is not None
+
+
 # Processors and sampling
 
 PROCESSED = {
@@ -433,6 +445,21 @@ def test_the_target_is_restored_after_an_error(llama):
     with pytest.raises(ValueError, match="num_assistant_tokens"):
         drafted(llama, make_drafter(llama), prompt_of(4), num_assistant_tokens=99)
     assert "generate" not in vars(llama)
+
+
+def test_positional_arguments_of_generate_are_understood(llama):
+    prompt, config = prompt_of(4), GenerationConfig(max_new_tokens=5, do_sample=False)
+    drafter = make_drafter(llama)
+    with drafter.attach(llama):
+        arguments = (prompt, config, None, None, None, None, drafter)
+        assert torch.equal(llama.generate(*arguments), plain(llama, prompt, max_new_tokens=5))
+
+
+def test_a_static_cache_without_a_window_decodes(llama):
+    prompt, options = prompt_of(6), {"cache_implementation": "static", "return_dict_in_generate": True}
+    drafter = scripted_for(llama, prompt)
+    out = drafted(llama, drafter, prompt, **options)
+    assert torch.equal(out.sequences, plain(llama, prompt)) and sum(out.stats.accepted) > 3
 
 
 def test_plain_generation_of_an_attached_target_is_untouched(llama):
