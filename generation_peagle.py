@@ -74,7 +74,8 @@ def attach(drafter, target, tokenizer=None) -> "Attachment":
     """Make `target.generate(..., assistant_model=drafter)` decode with this drafter.
 
     Replaces `target.generate` on this instance by one that recognises the drafter and passes everything else on. Nothing
-    else of the target changes, and no state is kept between calls. Attaching twice is the same as attaching once.
+    else of the target changes, and no state is kept between calls. Attaching twice is the same as attaching once. The
+    drafter moves to the target's device and dtype.
 
     Args:
         drafter (`PEagleModel`): The drafter.
@@ -91,6 +92,7 @@ def attach(drafter, target, tokenizer=None) -> "Attachment":
     if not isinstance(target, GenerationMixin):
         raise TypeError(f"{type(target).__name__} has no generate(): attach the drafter to a causal language model.")
     drafter.config.check_target(target, tokenizer)
+    drafter.to(device=target.device, dtype=target.dtype)
     previous = target.generate
     if drafter in getattr(previous, "peagle_drafters", ()):
         return Attachment(target, None)

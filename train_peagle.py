@@ -47,6 +47,10 @@ class PEagleArguments(TrainingArguments):
         default=False, help="Keep the target's outputs in memory, so that it runs in the first epoch only."
     )
 
+    save_dtype: str = HfArg(
+        default="float16", help="Precision of the finished drafter in output_dir; checkpoints keep float32 to resume from."
+    )
+
     num_train_epochs: float = HfArg(default=3.0, aliases=["--num_epochs"], help="Passes over the data.")
     per_device_train_batch_size: int = HfArg(default=1, aliases=["--batch_size"], help="Packed blocks per device and step.")
     per_device_eval_batch_size: int = HfArg(default=1, help="Packed blocks per device when evaluating.")
@@ -64,6 +68,8 @@ class PEagleArguments(TrainingArguments):
         super().__post_init__()
         if self.train_file is None:
             raise ValueError("Name the conversations to train on: --train_file chats.jsonl")
+        if self.save_dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"--save_dtype is {self.save_dtype!r}; choose float32, bfloat16 or float16.")
         if self.embeddings not in ("borrowed", "mask_row", "trained"):
             raise ValueError(f"--embeddings is {self.embeddings!r}; choose borrowed, mask_row or trained.")
 
@@ -334,8 +340,9 @@ def main(args: PEagleArguments):
         signals=TargetSignals(target, config, drafter.draft_ids(), args.keep_features),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model()
     print("held-out conversations:", trainer.evaluate())
+    if trainer.is_world_process_zero():
+        drafter.to(getattr(torch, args.save_dtype)).save_pretrained(args.output_dir)
 
 
 if __name__ == "__main__":

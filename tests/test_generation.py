@@ -441,6 +441,18 @@ def test_attach_is_idempotent_and_a_context_manager_that_restores(llama):
     assert "generate" not in vars(llama)
 
 
+def test_attaching_brings_the_drafter_to_the_dtype_of_the_target(llama):
+    drafter, prompt = make_drafter(llama).to(torch.float16), prompt_of(6)
+    assert torch.equal(drafted(llama, drafter, prompt), plain(llama, prompt))
+    assert drafter.dtype == torch.float32
+
+
+def test_half_precision_targets_decode():
+    target, prompt = make_target("llama").to(torch.bfloat16), prompt_of(6)
+    out = drafted(target, make_drafter(target), prompt, return_dict_in_generate=True)
+    assert out.sequences.shape == (1, 30) and out.stats.drafted
+
+
 def test_the_target_is_restored_after_an_error(llama):
     with pytest.raises(ValueError, match="num_assistant_tokens"):
         drafted(llama, make_drafter(llama), prompt_of(4), num_assistant_tokens=99)

@@ -1,0 +1,85 @@
+"""`accelerate launch train_peagle.py` from a conversations file to a drafter that loads and decodes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, SIZES
+from test_conversations import CHATML, make_tokenizer
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+
+
+WORDS = "red green blue seven birds sing over the long river at night".split()
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A tiny target folder, and a file of 24 chats of which two rows are bad."""
+    folder = tmp_path_factory.mktemp("train")
+    specials = ["<|im_start|>", "<|im_end|>", "<|reserved_0|>"]
+    tokenizer = make_tokenizer(CHATML, specials, eos="<|im_end|>")
+    torch.manual_seed(0)
+    sizes = SIZES | {"vocab_size": len(tokenizer) + 5, "eos_token_id": tokenizer.eos_token_id}
+    target = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, max_position_embeddings=512))
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    rows = []
+    for i in range(24):
+        words = [WORDS[(i * step) % len(WORDS)] for step in (1, 3, 5)]
+        turns = [("user", " ".join(words)), ("assistant", " ".join(reversed(words)) + f" {i}.")]
+        rows.append(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}))
+    (folder / "chats.jsonl").write_text("\n".join([*rows, '{"messages": []}', '{"messages": [{"ro']) + "\n")
+    return folder, tokenizer
+
+
+def launch(*arguments, **options):
+    command = [sys.executable, "-m", "accelerate.commands.launch", str(ROOT / "train_peagle.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"}, **options)
+
+
+def test_the_command_trains_a_drafter_that_loads_and_decodes(workplace, tmp_path):
+    folder, tokenizer = workplace
+    (tmp_path / "recipe.yaml").write_text(f"train_file: {folder / 'chats.jsonl'}\nlearning_rate: 0.002\n")
+    run = launch(
+        *("--config", tmp_path / "recipe.yaml", "--target_model", folder / "target", "--output_dir", tmp_path / "out"),
+        *("--max_seq_len", 128, "--draft_vocab_size", 64, "--max_steps", 6, "--save_every", 3, "--logging_steps", 2),
+        *("--eval_fraction", 0.2, "--use_cpu", "true", "--keep_features", "true"),
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    said = run.stdout
+    assert "'read': 26" in said and "skipped: no messages" in said and "skipped: invalid JSON" in said
+    assert "⟦" in said and "covers" in said and "tokens in" in said and "held-out conversations:" in said
+
+    target = LlamaForCausalLM.from_pretrained(folder / "target")
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "birds sing"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    plain = target.generate(**prompt, max_new_tokens=20, do_sample=False)
+    for name, dtype in (("out", torch.float16), ("out/checkpoint-3", torch.float32)):
+        drafter = AutoModel.from_pretrained(tmp_path / name, trust_remote_code=True)
+        assert drafter.dtype == dtype
+        assert drafter.config.mask_token_id == tokenizer.convert_tokens_to_ids("<|reserved_0|>")
+        with drafter.attach(target, tokenizer):
+            out = target.generate(**prompt, assistant_model=drafter, max_new_tokens=20, do_sample=False)
+        assert torch.equal(out, plain)
+    history = json.loads((tmp_path / "out/checkpoint-6/trainer_state.json").read_text())["log_history"]
+    assert {"loss", "accuracy_depth_0", "accuracy_depth_4"} <= history[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--train_file chats.jsonl"),
+        (["--train_file", "chats.jsonl", "--embeddings", "some"], "borrowed, mask_row or trained"),
+        (["--train_file", "chats.jsonl", "--save_dtype", "int8"], "float32, bfloat16 or float16"),
+        (["--train_file", "nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_wrong_arguments_are_named(workplace, tmp_path, arguments, message):
+    folder, _ = workplace
+    run = launch("--output_dir", tmp_path, "--use_cpu", "true", "--target_model", folder / "target", *arguments, cwd=folder)
+    assert run.returncode != 0 and message in run.stderr
