@@ -3,44 +3,51 @@
 Every prompt is answered both ways in turn, so that a change in the machine's pace meets both. Speeds count decoding
 only: from the first new token to the last, without the time that showing text on the terminal takes. What the drafter
 does with the prompt falls into its first round, so it counts against the drafter.
+
+In float32 on a CPU both ways have prepacked linear layers, as stock ones make verification dear (prepack_peagle.py).
+Plain decoding with stock layers is then measured as well.
 """
 
 import json
-import platform
-import re
-import subprocess
 import sys
 import time
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import psutil
 import torch
-import transformers
 from tqdm.auto import tqdm
-from transformers import AutoModel, HfArgumentParser, TextStreamer
+from transformers import AutoModel, DynamicCache, HfArgumentParser, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 from transformers.hf_argparser import HfArg
 
 from data.prompts import load_prompts
+from environment_peagle import environment
 from generation_peagle import DecodingStats
+from prepack_peagle import prepack
 from target_peagle import load_target
 
 
 ROOT = Path(__file__).resolve().parent
-HEADING = f"\n{'':18}  prompt    new  plain/s  drafted/s  speed-up    tau  saved  same   kept at depth 1, 2, ..."
+WAYS, SPEED_UPS = ("stock", "plain", "drafted"), {"speed_up": "plain", "speed_up_over_stock": "stock"}
+HEADING = "\n{name:18} prompt   new{stock} plain/s drafted/s speed-up   tau saved same  kept at depth 1, 2, ..."
 ROW = (
-    "{name:18.18}{prompt_tokens:>8}{drafted_tokens:>7}{plain_tokens_per_second:>9}{drafted_tokens_per_second:>11}"
-    "{speed_up:>10}{tau:>7}{forwards_saved:>7}{identical:>6}  {joint}"
+    "{name:18.18}{prompt_tokens:>7}{drafted_tokens:>6}{stock}{plain_tokens_per_second:>8}"
+    "{drafted_tokens_per_second:>10}{speed_up:>9}{tau:>6}{forwards_saved:>6}{identical:>5} {joint}"
 )
 SUMMARY = """
-{speed_up:.2f}x: {verdict} plain decoding on this machine (95% interval {low:.2f} to {high:.2f})
+{speed_up:.2f}x: {verdict} {prepacked}plain decoding on this machine (95% interval {low:.2f} to {high:.2f})
 tau {tau:.2f} ({least:.2f} to {most:.2f}); it breaks even at {break_even_tau:.2f},
   ({verify_ms:.1f} verification + {draft_ms:.1f} drafter + {host_ms:.1f} {rest}) ms a round / {plain_ms:.1f} a token
 a round takes {round_ms:.1f} ms: {verify_share:.0%} verification, {draft_share:.0%} drafter, {host_share:.0%} {rest}
+one drafter forward: {slots_ms:.1f} ms for {depth} slots, {slots_ratio:.2f}x of one slot, \
+{step_ratio:.2f} of a plain target step
 kept at depth 1, 2, ...: {joint} jointly, {conditional} where all before were kept"""
+STOCK = """\
+{speed_up_over_stock:.2f}x over stock plain decoding ({low:.2f} to {high:.2f}), which takes {stock_ms:.1f} ms a token;
+  {same_as_stock} of its {answers} answers are the same (rounding decides near ties); packing took {megabytes:.0f} MB"""
 
 
 @dataclass
@@ -59,6 +66,7 @@ class EvaluationArguments:
     output: str | None = HfArg(default=None, help="JSON file for all numbers, settings and versions.")
     quiet: bool = HfArg(default=False, help="Show a progress bar in place of the text.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(default=None, help="Float32 on a CPU if unset.")
+    prepack: bool | None = HfArg(default=None, help="Prepack the linear layers; yes in float32 on a CPU if unset.")
 
 
 class Stopwatch(BaseStreamer):
@@ -81,18 +89,21 @@ class Stopwatch(BaseStreamer):
             self.show.end()
 
 
-def answer_both_ways(target, drafter, input_ids, depth, seed, plain_first, show=None, **options) -> dict:
+def answer_both_ways(target, drafter, input_ids, depth, seed, plain_first, show=None, prepacked=None, **options):
     """Answer `input_ids` (list[int]) plainly and with `depth` draft tokens per round; `show` gets the drafted text.
 
-    Returns `prompt_tokens`, the new tokens (list[int]) `plain` and `drafted`, their `_seconds`, and `stats`.
+    With the [`Prepacked`] of the target, also plainly with stock layers. Returns a dict: `prompt_tokens`, the new
+    tokens (list[int]) `plain`, `drafted` and perhaps `stock`, their `_seconds`, and `stats`.
     """
     prompt = torch.tensor([input_ids], device=target.device)
     options |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
     drafting, run = {"assistant_model": drafter, "num_assistant_tokens": depth}, {"prompt_tokens": len(input_ids)}
-    for way in ("plain", "drafted") if plain_first else ("drafted", "plain"):
+    ways = WAYS if prepacked else WAYS[1:]
+    for way in ways if plain_first else reversed(ways):
         watch = Stopwatch(show if way == "drafted" else None)
         torch.manual_seed(seed)
-        output = target.generate(prompt, streamer=watch, **options, **(drafting if way == "drafted" else {}))
+        with prepacked.paused() if way == "stock" else nullcontext():
+            output = target.generate(prompt, streamer=watch, **options, **(drafting if way == "drafted" else {}))
         tokens, stats = output.sequences[0, len(input_ids) :].tolist(), output.get("stats", run.get("stats"))
         run |= {way: tokens, f"{way}_seconds": watch.seconds, "stats": stats}
     return run
@@ -105,7 +116,8 @@ def ratio(numerator: float | None, denominator: float | None) -> float | None:
 def summarize(runs: list[dict], depth: int) -> dict:
     """Sums over runs and the ratios of these sums; a ratio without a denominator is None.
 
-    `plain_ms` and `drafted_ms` are milliseconds per token, the other `_ms` per round, and `_share` their part of it.
+    `stock_ms`, `plain_ms`, `drafted_ms` are milliseconds per token, the other `_ms` per round, and `_share` their part
+    of it. Where plain decoding with stock layers was measured, `same_as_stock` counts its answers that equal `plain`.
     `joint[d]` is the share of the draft tokens at depth d that were kept; `conditional[d]` is their share among those
     judged: all before them were kept and no stop came first.
     """
@@ -113,7 +125,8 @@ def summarize(runs: list[dict], depth: int) -> dict:
     for run in runs:
         for name, value in vars(run["stats"]).items():
             setattr(stats, name, getattr(stats, name) + value)
-    for way in ("plain", "drafted"):
+    ways = [way for way in WAYS if way in runs[0]]
+    for way in ways:
         tokens, seconds = sum(len(run[way]) for run in runs), sum(run[f"{way}_seconds"] for run in runs)
         # The first token of an answer comes from the prefill, before the clock starts.
         milliseconds = ratio(1000 * seconds, tokens - len(runs))
@@ -124,56 +137,64 @@ def summarize(runs: list[dict], depth: int) -> dict:
     spent["host"] = total["drafted_seconds"] - sum(spent.values())
     counts = [stats.depth_counts(d) for d in range(depth)]
     judged = [sum(n > d and e > d for n, e in zip(stats.drafted, stats.emitted)) for d in range(depth)]
-    total |= {"speed_up": ratio(total["plain_ms"], total["drafted_ms"]), "rounds": rounds, "emitted": emitted}
-    total |= {"tau": ratio(emitted, rounds), "joint": [ratio(*count) for count in counts]}
+    total |= {name: ratio(total[f"{way}_ms"], total["drafted_ms"]) for name, way in SPEED_UPS.items() if way in ways}
+    total |= {"rounds": rounds, "emitted": emitted, "tau": ratio(emitted, rounds)}
+    total["joint"] = [ratio(*count) for count in counts]
     total["conditional"] = [ratio(kept, asked) for (kept, _), asked in zip(counts, judged)]
     total["forwards_saved"] = total["plain_tokens"] - len(runs) - rounds
     total |= {f"{name}_ms": ratio(1000 * seconds, rounds) for name, seconds in spent.items()}
     total |= {f"{name}_share": ratio(seconds, total["drafted_seconds"]) for name, seconds in spent.items()}
     total["round_ms"] = ratio(1000 * total["drafted_seconds"], rounds)
     total["break_even_tau"] = ratio(total["round_ms"], total["plain_ms"])
+    if "stock" in ways:
+        total["same_as_stock"] = sum(run["stock"] == run["plain"] for run in runs)
     return total | {"identical": all(run["plain"] == run["drafted"] for run in runs)}
 
 
 def bootstrap(rows: list[dict], samples: int = 2000) -> dict:
-    """95% intervals `[low, high]` of the total `tau` and `speed_up`, drawing whole prompts with replacement."""
-    names = ("answers", "emitted", "rounds", "plain_tokens", "plain_seconds", "drafted_tokens", "drafted_seconds")
-    table = np.array([[row[name] for name in names] for row in rows if row["rounds"]])
-    picks = np.random.default_rng(0).integers(len(table), size=(samples, len(table)))
-    answers, emitted, rounds, plain, plain_s, drafted, drafted_s = table[picks].sum(axis=1).T
-    draws = {"tau": emitted / rounds, "speed_up": (drafted - answers) / drafted_s * plain_s / (plain - answers)}
+    """95% intervals `[low, high]` of the total `tau` and speed-ups, drawing whole prompts with replacement."""
+    rows = [row for row in rows if row["rounds"]]
+    ways = [way for way in WAYS if f"{way}_tokens" in rows[0]]
+    names = ["answers", "emitted", "rounds", *(f"{way}_{unit}" for way in ways for unit in ("tokens", "seconds"))]
+    picks = np.random.default_rng(0).integers(len(rows), size=(samples, len(rows)))
+    sums = {name: np.array([row[name] for row in rows])[picks].sum(axis=1) for name in names}
+    pace = {way: sums[f"{way}_seconds"] / (sums[f"{way}_tokens"] - sums["answers"]) for way in ways}
+    draws = {name: pace[way] / pace["drafted"] for name, way in SPEED_UPS.items() if way in ways}
+    draws["tau"] = sums["emitted"] / sums["rounds"]
     return {name: np.quantile(values, [0.025, 0.975]).tolist() for name, values in draws.items()}
 
 
-def environment(target) -> dict:
-    """Versions, machine and models; `load_of_others` is what other programs have asked of late, in cores."""
-    # Where there is no such file, or it names no model, Python's own word has to do.
-    cpu = re.findall(r"model name\s*: (.+)", "".join(file.read_text() for file in Path("/proc").glob("cpuinfo")))
-    git = subprocess.run("git describe --always --dirty", shell=True, cwd=ROOT, capture_output=True, text=True)
-    # A second of our own CPU time within the last minute adds about 1/60 to the one-minute load average.
-    own, cores = min(time.process_time() / 60, torch.get_num_threads()), psutil.cpu_count()
-    others = max(0.0, psutil.getloadavg()[0] - own)
-    warning = f"WARNING: other programs keep {others:.1f} of {cores} cores busy, do not trust the timings."
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "git": git.stdout.strip() or None,
-        "cpu": cpu[0] if cpu else platform.processor(),
-        "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
-        "threads": torch.get_num_threads(),
-        "cores": cores,
-        "load_of_others": others,
-        "load_warning": warning if others > 0.5 * cores else None,
-        "dtype": str(target.dtype).removeprefix("torch."),
-    }
+@torch.no_grad()
+def time_calls(target, drafter, input_ids, depth) -> dict:
+    """Median milliseconds of single calls, in turn, with 200 tokens cached: `one_slot_ms` and `slots_ms` for drafting
+    1 and `depth` tokens, `step_ms` for a target forward of one; and the ratios of the second to the other two."""
+    tokens = torch.tensor(input_ids, device=target.device).repeat(202)[:202]
+    unread, features = tokens.to(drafter.device), torch.ones(1, 200, drafter.config.num_features)
+    table = target.get_input_embeddings().weight.to(drafter.device)
+    target_cache, cache = target(tokens[None, :200], use_cache=True).cache, DynamicCache(config=drafter.config)
+    drafter.draft(unread[:201], features, 1, cache, table)
+
+    def draft(count):
+        logits = drafter.draft(unread[200:], features[:, :1], count, cache, table)
+        cache.crop(-1)
+        return logits
+
+    calls = (lambda: draft(1), lambda: draft(depth), lambda: target(tokens[None, -1:], cache=target_cache).logits)
+    times = np.empty((20, len(calls)))
+    for i, j in np.ndindex(times.shape):
+        start = time.perf_counter()
+        calls[j]().argmax(dim=-1).tolist()  # as in decoding, this waits for the result
+        times[i, j] = 1000 * (time.perf_counter() - start)
+    one, slots, step = np.median(times, axis=0).tolist()
+    times = {"one_slot_ms": one, "slots_ms": slots, "step_ms": step}
+    return times | {"slots_ratio": slots / one, "step_ratio": slots / step}
 
 
 def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationArguments | None = None) -> dict:
     """Answer the `prompts` of `read_prompts` plainly and drafted. The paths in `args` are not read here.
 
     Returns numbers and strings only: `settings`, `environment`, `prompts` and `categories` (a [`summarize`] each), and
-    `total`, which has `intervals` from [`bootstrap`] as well.
+    `total`, which has `intervals` from [`bootstrap`] and the numbers of [`time_calls`] as well.
     """
     args, runs = args or EvaluationArguments(), []
     depth = args.speculation_depth or drafter.config.speculation_depth
@@ -183,7 +204,13 @@ def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationAr
     machine = environment(target)
     if machine["load_warning"]:
         print(machine["load_warning"])
-    with drafter.attach(target, tokenizer):
+    usual = machine["dtype"] == "float32" and target.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    used["prepack"] = usual if args.prepack is None else args.prepack
+    with ExitStack() as stack:
+        stack.enter_context(drafter.attach(target, tokenizer))
+        prepacked = [stack.push(prepack(model)) for model in (target, drafter)] if used["prepack"] else []
+        machine["prepacked_bytes"] = sum(each.bytes for each in prepacked)
+        options["prepacked"] = prepacked[0] if prepacked else None
         # Warm up.
         answer_both_ways(target, drafter, prompts[0]["input_ids"], depth, 0, True, **options | {"max_new_tokens": 16})
         for i, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=not args.quiet)):
@@ -194,13 +221,15 @@ def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationAr
                 order = {"seed": args.seed + repeat, "plain_first": (i + repeat) % 2 == 0, "show": show}
                 run = answer_both_ways(target, drafter, prompt["input_ids"], depth, **order, **options)
                 runs.append(run | {"prompt": i, "category": prompt["category"]})
+        calls = time_calls(target, drafter, prompts[0]["input_ids"], depth)
 
     def part(key, value):
         return summarize([run for run in runs if run[key] == value], depth)
 
     rows = [{"id": p["id"], "category": p["category"]} | part("prompt", i) for i, p in enumerate(prompts)]
     categories = {name: part("category", name) for name in dict.fromkeys(row["category"] for row in rows)}
-    total = summarize(runs, depth) | {"intervals": bootstrap(rows) if any(row["rounds"] for row in rows) else None}
+    total = summarize(runs, depth) | calls
+    total["intervals"] = bootstrap(rows) if total["rounds"] else None
     # Elsewhere than in greedy float32, rounding may decide a near tie differently.
     broken = not (total["identical"] or args.temperature) and machine["dtype"] == "float32"
     report = {"settings": asdict(args) | used, "environment": machine, "prompts": rows, "categories": categories}
@@ -209,15 +238,16 @@ def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationAr
 
 def print_table(report: dict):
     """Print what [`evaluate`] returned. Counts are sums over the repeats; `saved` are forwards of the target."""
-    total, machine = report["total"], report["environment"]
+    total, machine, prepacked = report["total"], report["environment"], report["settings"]["prepack"]
 
     def cells(row):
         texts = {key: "-" if v is None else f"{v:.2f}" if isinstance(v, float) else v for key, v in row.items()}
         for key in ("joint", "conditional"):
             texts[key] = "".join(f"{'-' if share is None else f'{share:.0%}':>5}" for share in row[key])
+        texts["stock"] = f"{texts['stock_tokens_per_second']:>8}" if prepacked else ""
         return texts | {"identical": "yes" if row["identical"] else "NO"}
 
-    print(HEADING)
+    print(HEADING.format(name="", stock=" stock/s" if prepacked else ""))
     rows = [(row["id"], row) for row in report["prompts"]]
     rows += [(f"all {name}", row) for name, row in report["categories"].items()]
     for name, row in [*rows, ("total", total)]:
@@ -228,7 +258,11 @@ def print_table(report: dict):
         words["verdict"] = "faster than" if low > 1 else "slower than" if high < 1 else "no clear difference from"
         # A GPU works on after the call that starts a forward, and the wait for its result falls outside.
         words["rest"] = "Python and waiting for the GPU" if machine["gpu"] else "Python"
+        words |= {"prepacked": "prepacked " if prepacked else "", "depth": len(total["joint"])}
         print(SUMMARY.format(low=low, high=high, least=least, most=most, **total | words))
+        if prepacked:
+            low, high = total["intervals"]["speed_up_over_stock"]
+            print(STOCK.format(low=low, high=high, megabytes=machine["prepacked_bytes"] / 1e6, **total))
     if machine["load_warning"]:
         print(machine["load_warning"])
     if not total["identical"]:

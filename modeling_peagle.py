@@ -36,6 +36,10 @@ except ImportError:
     from generation_peagle import attach, speculative_generate
 
 
+# A prompt is read in pieces of this many slots, so that the attention mask stays far below prompt x prompt.
+MAX_SLOTS = 1024
+
+
 def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int):
     """What each slot holds.
 
@@ -233,6 +237,9 @@ class PEagleModel(LlamaPreTrainedModel):
         Returns:
             `torch.Tensor` of shape `(num_tokens, draft_vocab_size)`: Row `d` scores the token `d + 1` after the newest.
         """
+        while features.shape[1] > MAX_SLOTS:
+            self.draft(input_ids[: MAX_SLOTS + 1], features[:, :MAX_SLOTS], 1, cache, embedding)
+            input_ids, features = input_ids[MAX_SLOTS:], features[:, MAX_SLOTS:]
         verified, cached, device = features.shape[1], cache.get_seq_length(), self.device
         # Every verified slot, then the chain of mask slots at the last one.
         anchor = torch.arange(verified + num_tokens - 1, device=device).clamp(max=verified - 1)

@@ -12,7 +12,8 @@ import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import nn
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import evaluate_peagle
 import generation_peagle
@@ -27,16 +28,18 @@ from evaluate_peagle import (
     evaluate,
     print_table,
     summarize,
+    time_calls,
 )
 from generation_peagle import DecodingStats
 from modeling_peagle import PEagleModel
+from prepack_peagle import prepack
 
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-QUIET = {"quiet": True, "max_new_tokens": 20}
+QUIET = {"quiet": True, "max_new_tokens": 20, "prepack": False}  # packed layers this small are slower
 
 
 def make_tokenizer():
@@ -99,7 +102,7 @@ def drafter(target, tokenizer, prompts):
 
 @pytest.fixture(scope="module")
 def report(target, tokenizer, drafter, prompts):
-    return evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(repeats=2, **QUIET))
+    return evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(repeats=2, **QUIET | {"prepack": None}))
 
 
 def write(folder, *rows):
@@ -139,10 +142,13 @@ def test_speeds_and_times_agree(report):
     )
     assert total["speed_up"] == pytest.approx(total["drafted_tokens_per_second"] / total["plain_tokens_per_second"])
     assert total["speed_up"] == pytest.approx(total["tau"] / total["break_even_tau"])
+    assert total["stock_tokens_per_second"] == pytest.approx((total["stock_tokens"] - 8) / total["stock_seconds"])
+    assert total["speed_up_over_stock"] == pytest.approx(total["stock_ms"] / total["drafted_ms"])
     parts = [total[f"{name}_ms"] for name in ("draft", "verify", "host")]
     assert min(parts) > 0 and sum(parts) == pytest.approx(total["round_ms"])
     assert total["break_even_tau"] == pytest.approx(sum(parts) / total["plain_ms"])
     assert sum(total[f"{name}_share"] for name in ("draft", "verify", "host")) == pytest.approx(1)
+    assert set(total["intervals"]) == {"tau", "speed_up", "speed_up_over_stock"}
     for name, interval in total["intervals"].items():
         assert interval[0] <= total[name] <= interval[1]
 
@@ -181,7 +187,7 @@ def test_acceptance_by_depth_of_known_rounds():
 
 
 def test_an_answer_of_one_token_has_no_speed(target, tokenizer, drafter, prompts, capsys):
-    report = evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(quiet=True, max_new_tokens=1))
+    report = evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(**QUIET | {"max_new_tokens": 1}))
     total = report["total"]
     assert total["rounds"] == total["forwards_saved"] == 0 and total["identical"]
     assert total["tau"] is total["speed_up"] is total["intervals"] is None
@@ -198,6 +204,11 @@ def test_bootstrap(report):
     assert intervals["speed_up"] == pytest.approx([1.5, 1.5])  # every prompt is 1.5 times as fast
     assert intervals == bootstrap(rows)
     assert bootstrap(rows[:1])["tau"] == [1.2, 1.2]
+    assert set(intervals) == {"tau", "speed_up"}
+    with_stock = [
+        row | {"stock_tokens": row["plain_tokens"], "stock_seconds": row["plain_seconds"] * 2} for row in rows
+    ]
+    assert bootstrap(with_stock) == intervals | {"speed_up_over_stock": pytest.approx([3.0, 3.0])}
 
 
 # ---- how it measures ------------------------------------------------------------------------------------------------
@@ -227,7 +238,11 @@ def test_both_orders_take_turns_and_repeats_change_the_seed(target, tokenizer, d
 
     monkeypatch.setattr(evaluate_peagle, "answer_both_ways", record)
     evaluate(
-        target, tokenizer, drafter, prompts[:3], EvaluationArguments(repeats=2, seed=5, quiet=True, max_new_tokens=3)
+        target,
+        tokenizer,
+        drafter,
+        prompts[:3],
+        EvaluationArguments(repeats=2, seed=5, **QUIET | {"max_new_tokens": 3}),
     )
     assert seen == [(True, 5), (False, 6), (False, 5), (True, 6), (True, 5), (False, 6)]
     assert "generate" not in vars(target)  # detached again
@@ -263,7 +278,7 @@ def test_only_the_drafted_answer_is_shown(target, drafter, prompts):
 
 
 def test_a_busy_machine_is_reported(target, tokenizer, drafter, prompts, monkeypatch, capsys):
-    args = EvaluationArguments(quiet=True, max_new_tokens=2)
+    args = EvaluationArguments(**QUIET | {"max_new_tokens": 2})
     monkeypatch.setattr(psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(time, "process_time", lambda: 45.0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
@@ -276,6 +291,100 @@ def test_a_busy_machine_is_reported(target, tokenizer, drafter, prompts, monkeyp
     assert report["environment"]["load_of_others"] == pytest.approx(2.05)
     print_table(report)
     assert capsys.readouterr().out.count("WARNING: other programs keep 2.0 of 4 cores busy") == 2
+
+
+# ---- prepacked layers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plain_first", [True, False])
+def test_each_way_meets_its_own_layers(target, drafter, prompts, monkeypatch, plain_first):
+    seen, generate = [], target.generate
+
+    def record(*args, **options):
+        seen.append(("assistant_model" in options, "forward" in vars(target.lm_head), "forward" in vars(drafter.fc)))
+        return generate(*args, **options)
+
+    monkeypatch.setattr(target, "generate", record)
+    handle, options = prepack(target), {"max_new_tokens": 3, "do_sample": False}
+    with handle, prepack(drafter), drafter.attach(target):
+        ids, stock = prompts[0]["input_ids"], (False, False, True)
+        run = answer_both_ways(target, drafter, ids, 4, 0, plain_first, prepacked=handle, **options)
+    ways = [stock, (False, True, True), (True, True, True)]
+    # The drafter's own generate comes first and hands the rest on.
+    assert [way for way in seen if not way[0]] == (ways[:2] if plain_first else ways[1::-1])
+    assert set(run) >= {"stock", "stock_seconds", "plain", "drafted", "stats"} and run["stock"] == run["plain"]
+
+
+def test_float32_on_a_cpu_is_prepacked_and_restored(target, drafter, report):
+    total, machine = report["total"], report["environment"]
+    linears = [module for model in (target, drafter) for module in model.modules() if isinstance(module, nn.Linear)]
+    assert report["settings"]["prepack"] is True and report["settings"]["dtype"] is None
+    assert machine["prepacked_bytes"] == 4 * sum(linear.weight.numel() for linear in linears)
+    assert not any("forward" in vars(linear) for linear in linears) and "generate" not in vars(target)
+    assert total["same_as_stock"] == total["answers"] and total["stock_tokens"] == total["plain_tokens"]
+
+
+def test_it_can_be_left_out(target, tokenizer, drafter, prompts, capsys):
+    report = evaluate(target, tokenizer, drafter, prompts[:1], EvaluationArguments(**QUIET))
+    assert report["settings"]["prepack"] is False and report["environment"]["prepacked_bytes"] == 0
+    assert not [name for name in report["total"] if "stock" in name] and report["total"]["identical"]
+    print_table(report)
+    out = capsys.readouterr().out
+    assert "stock" not in out and "prepacked" not in out and "one drafter forward" in out
+
+
+def test_it_is_refused_where_it_cannot_be(target, tokenizer, drafter, prompts, monkeypatch):
+    low = LlamaForCausalLM(target.config).to(torch.bfloat16).eval()
+    with pytest.raises(ValueError, match="torch.bfloat16 on cpu"):
+        evaluate(low, tokenizer, drafter, prompts[:1], EvaluationArguments(**QUIET | {"prepack": True}))
+    monkeypatch.setattr(evaluate_peagle, "prepack", lambda model: prepack(low if model is drafter else model))
+    with pytest.raises(ValueError, match="torch.bfloat16 on cpu"):
+        evaluate(target, tokenizer, drafter, prompts[:1], EvaluationArguments(**QUIET | {"prepack": True}))
+    assert "generate" not in vars(target) and "forward" not in vars(target.lm_head)
+
+
+@pytest.mark.parametrize("words, value", [([], None), (["--prepack", "false"], False), (["--prepack", "true"], True)])
+def test_the_flag(words, value):
+    assert HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses(words)[0].prepack is value
+
+
+def test_another_stock_answer_breaks_no_promise(target, tokenizer, drafter, prompts, monkeypatch, capsys):
+    def corrupt_stock(*args, **options):
+        run = answer_both_ways(*args, **options)
+        if args[2] == prompts[1]["input_ids"]:
+            run["stock"][-1] += 1
+        return run
+
+    monkeypatch.setattr(evaluate_peagle, "answer_both_ways", corrupt_stock)
+    report = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(**QUIET | {"prepack": True}))
+    assert [row["same_as_stock"] for row in report["prompts"]] == [1, 0]
+    assert report["total"]["identical"] and not report["promise_broken"]
+    print_table(report)
+    out = capsys.readouterr().out
+    assert "1 of its 2 answers are the same" in out and "!!!" not in out
+
+
+def test_the_table_fits_a_terminal(report, capsys):
+    wide = {"joint": [1.0] * 7, "conditional": [1.0] * 7, "drafted_tokens": 99999}
+    rows = [row | wide for row in report["prompts"]]
+    print_table(report | {"prompts": rows, "environment": report["environment"] | {"prepacked_bytes": 10**10}})
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 120
+
+
+def test_single_calls_are_timed(target, drafter, prompts, monkeypatch):
+    seen, draft = [], drafter.draft
+
+    def slow(input_ids, features, num_tokens, cache, embedding):
+        seen.append((len(input_ids), features.shape[1], num_tokens, cache.get_seq_length()))
+        time.sleep(0.002 * num_tokens)
+        return draft(input_ids, features, num_tokens, cache, embedding)
+
+    monkeypatch.setattr(drafter, "draft", slow)
+    times = time_calls(target, drafter, prompts[0]["input_ids"], 4)
+    assert seen == [(201, 200, 1, 0)] + [(2, 1, 1, 200), (2, 1, 4, 200)] * 20
+    assert times["one_slot_ms"] > 2 and times["slots_ms"] > times["one_slot_ms"] + 4
+    assert times["slots_ratio"] == times["slots_ms"] / times["one_slot_ms"]
+    assert times["step_ratio"] == times["slots_ms"] / times["step_ms"] and times["step_ms"] > 0
 
 
 # ---- the promise ----------------------------------------------------------------------------------------------------
@@ -318,12 +427,17 @@ def test_rounding_is_no_broken_promise(target, tokenizer, drafter, prompts, monk
     "speeds, words", [((0.8, 0.9), "slower than"), ((1.1, 1.3), "faster"), ((0.9, 1.1), "no clear")]
 )
 def test_the_verdict_is_plain(report, capsys, speeds, words):
-    total = report["total"] | {"speed_up": sum(speeds) / 2, "intervals": {"tau": [1.2, 1.6], "speed_up": list(speeds)}}
+    intervals = report["total"]["intervals"] | {"tau": [1.2, 1.6], "speed_up": list(speeds)}
+    total = report["total"] | {"speed_up": sum(speeds) / 2, "intervals": intervals}
     print_table(report | {"total": total})
     out = capsys.readouterr().out
     assert f"\n{sum(speeds) / 2:.2f}x: {words}" in out and "plain decoding on this machine" in out
     for name in ("p0", "p3", "all a", "all b", "total"):
         assert f"\n{name} " in out
+    assert (
+        f"one drafter forward: {total['slots_ms']:.1f} ms for 4 slots, {total['slots_ratio']:.2f}x of one slot" in out
+    )
+    assert f"{total['speed_up_over_stock']:.2f}x over stock plain decoding" in out and "prepacked plain" in out
     assert f"tau {report['total']['tau']:.2f} (1.20 to 1.60); it breaks even at {total['break_even_tau']:.2f}" in out
 
 

@@ -11,6 +11,7 @@ from conftest import ROOT, VOCAB, TinyTokenizer, make_drafter, prompt_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, DynamicCache, LlamaConfig
 
+import modeling_peagle
 from configuration_peagle import PEagleConfig, default_layer_ids, tokenizer_fingerprint
 from modeling_peagle import PEagleModel, fit_width, slot_layout, slot_visibility
 
@@ -125,6 +126,21 @@ def test_a_prompt_read_at_once_equals_one_read_in_parts(llama):
         parts = drafter.draft(tokens[start : end + 1], features[:, start:end], DEPTHS, cache, table)
         start = end
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_a_long_prompt_is_read_in_pieces(llama, monkeypatch):
+    drafter, tokens = make_drafter(llama, num_hidden_layers=2), prompt_of(15)[0]
+    arguments = tokens, features_of(llama, drafter, tokens)[:, :14], DEPTHS
+    results = []
+    for size in (1024, 14, 5, 1):
+        monkeypatch.setattr(modeling_peagle, "MAX_SLOTS", size)
+        cache, widest = DynamicCache(config=drafter.config), []
+        hook = drafter.register_forward_pre_hook(lambda _, inputs: widest.append(inputs[0].shape[1]))  # noqa: B023
+        results.append(drafter.draft(*arguments, cache, llama.get_input_embeddings().weight))
+        hook.remove()
+        assert cache.get_seq_length() == 14 and max(widest) <= min(size, 14) + DEPTHS - 1
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], atol=1e-5, rtol=1e-5)
 
 
 def test_packed_documents_equal_separate_ones(llama):
