@@ -198,7 +198,10 @@ def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationAr
     """
     args, runs = args or EvaluationArguments(), []
     depth = args.speculation_depth or drafter.config.speculation_depth
-    used = {"drafter": drafter.name_or_path, "target": target.name_or_path, "speculation_depth": depth}
+    used = {"drafter": drafter.name_or_path, "target": target.name_or_path, "prompts": args.prompts}
+    # What lies in this repository is named from its root: reports are shared, the machine's folders are not.
+    used = {key: name.replace(f"{ROOT}/", "") if name != str(ROOT) else "." for key, name in used.items()}
+    used["speculation_depth"] = depth
     sampling = {"temperature": args.temperature, "top_k": 0, "top_p": 1.0} if args.temperature else {}
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": bool(sampling)} | sampling
     machine = environment(target)
