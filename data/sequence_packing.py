@@ -4,7 +4,7 @@ Conversations are encoded, de-duplicated and split into train and eval; then tho
 (`data.windows`), and the windows of each side are packed into blocks of at most ``max_seq_len`` tokens.
 
 The output folder is laid out as a data set of the Hub: ``data/train-00000-of-00002.parquet``, ``data/eval-...`` and
-``manifest.json``. Parquet, because shards can be written one by one, so that memory stays flat, and are what the Hub
+``manifest.json``. Parquet, because shards can be written one by one, which bounds what is held in memory, and are what the Hub
 stores; a third of the size of Arrow files. `load_blocks` reads the folder. It is written beside its final place under a
 name with ``.partial-`` in it and renamed once the manifest is in it, so a folder of the final name is always whole. A
 killed run is simply run again (its ``.partial-`` folder may be deleted); a run never touches an output that is there.
