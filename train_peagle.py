@@ -323,7 +323,9 @@ def main(args: PEagleArguments):
     drafter = PEagleModel.from_target(target, config, draft_ids)
     freeze(drafter, args.embeddings)
 
-    blocks, held_out_blocks = pack(train, args.max_seq_len), pack(held_out, args.max_seq_len)
+    blocks = pack(train, args.max_seq_len)
+    # A short file may hold nothing out, and an empty dataset cannot be packed.
+    held_out_blocks = pack(held_out, args.max_seq_len) if len(held_out) else None
     tokens = sum(map(len, blocks["input_ids"]))
     kept = tokens * (config.num_features + config.target_hidden_size) * target.dtype.itemsize
     print(
@@ -340,7 +342,8 @@ def main(args: PEagleArguments):
         signals=TargetSignals(target, config, drafter.draft_ids(), args.keep_features),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    print("held-out conversations:", trainer.evaluate())
+    if held_out_blocks is not None:
+        print("held-out conversations:", trainer.evaluate())
     if trainer.is_world_process_zero():
         drafter.to(getattr(torch, args.save_dtype)).save_pretrained(args.output_dir)
 

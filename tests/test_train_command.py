@@ -70,6 +70,17 @@ def test_the_command_trains_a_drafter_that_loads_and_decodes(workplace, tmp_path
     assert {"loss", "accuracy_depth_0", "accuracy_depth_4"} <= history[0].keys()
 
 
+def test_a_file_of_which_nothing_is_held_out_trains(workplace, tmp_path):
+    folder, _ = workplace
+    run = launch(
+        *("--train_file", folder / "chats.jsonl", "--target_model", folder / "target", "--output_dir", tmp_path / "out"),
+        *("--max_seq_len", 128, "--draft_vocab_size", 64, "--max_steps", 1, "--eval_fraction", 0, "--use_cpu", "true"),
+        cwd=tmp_path,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert (tmp_path / "out/model.safetensors").is_file() and "held-out conversations:" not in run.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
