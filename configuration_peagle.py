@@ -87,6 +87,8 @@ class PEagleConfig(LlamaConfig):
     def validate_architecture(self):
         """Part of `@strict`-powered validation: runs at construction and before every save."""
         super().validate_architecture()
+        if self.num_hidden_layers < 1:
+            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}: a drafter has at least one layer.")
         ids = self.eagle_aux_hidden_state_layer_ids
         if not ids or ids != sorted(set(ids)) or ids[0] < 0:
             raise ValueError(f"eagle_aux_hidden_state_layer_ids must be distinct and ascending, got {ids}.")
@@ -101,7 +103,9 @@ class PEagleConfig(LlamaConfig):
                 "the depths that the drafter is trained for."
             )
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} must lie in 1..vocab_size ({self.vocab_size}).")
+            raise ValueError(
+                f"draft_vocab_size {self.draft_vocab_size} must lie in 1..vocab_size ({self.vocab_size})."
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} must lie in 0..{self.vocab_size - 1}.")
         if not self.own_embeddings and self.hidden_size != self.target_hidden_size:
@@ -137,7 +141,9 @@ class PEagleConfig(LlamaConfig):
         }
 
     @classmethod
-    def for_target(cls, target, tokenizer, *, mask_token_id: int, num_hidden_layers: int = 1, **kwargs) -> "PEagleConfig":
+    def for_target(
+        cls, target, tokenizer, *, mask_token_id: int, num_hidden_layers: int = 1, **kwargs
+    ) -> "PEagleConfig":
         """A drafter configuration shaped after a target: same width, heads, MLP and RoPE base.
 
         Args:
@@ -173,10 +179,11 @@ class PEagleConfig(LlamaConfig):
         return cls(**fields | {"mask_token_id": mask_token_id, "num_hidden_layers": num_hidden_layers} | kwargs)
 
     def check_target(self, target, tokenizer=None):
-        """Refuse a target that the drafter was not made for.
+        """Refuse a target that the drafter was not made for, or whose output a wider forward would change.
 
         Raises:
-            ValueError: The target's width, depth, vocabulary or tokenizer differ; the message names both values.
+            ValueError: The target's width, depth, vocabulary or tokenizer differ; the message names both values. Or its RoPE
+                frequencies depend on the length read so far.
         """
         text = target.config.get_text_config()
         rows = target.get_input_embeddings().weight.shape[0]
@@ -199,9 +206,24 @@ class PEagleConfig(LlamaConfig):
             raise ValueError(
                 f"{made_for} with a vocabulary of {self.vocab_size}, but this target's has {rows} entries. {fix}"
             )
+        if self.mask_token_id >= rows:
+            raise ValueError(
+                f"{made_for}: its mask_token_id is {self.mask_token_id}, but this target has only {rows} embeddings. {fix}"
+            )
+        # Gemma-3 keeps one set of RoPE parameters per kind of layer.
+        rope = text.rope_parameters or {}
+        for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+            # Drafts lengthen the text beyond what plain decoding has read when it looks at the same token.
+            if kind.get("rope_type") in ("dynamic", "longrope"):
+                raise ValueError(
+                    f"This target's RoPE is {kind['rope_type']!r}, whose frequencies change with the length of the text, so "
+                    "that checking several tokens at once would change its output. Decode it without a drafter."
+                )
         if tokenizer is not None and self.target_tokenizer_hash is not None:
             if tokenizer_fingerprint(tokenizer) != self.target_tokenizer_hash:
-                raise ValueError(f"{made_for}, whose tokenizer gives the token ids another meaning than this one. {fix}")
+                raise ValueError(
+                    f"{made_for}, whose tokenizer gives the token ids another meaning than this one. {fix}"
+                )
 
 
 PEagleConfig.register_for_auto_class()

@@ -171,7 +171,7 @@ def time_calls(target, drafter, input_ids, depth) -> dict:
     tokens = torch.tensor(input_ids, device=target.device).repeat(202)[:202]
     unread, features = tokens.to(drafter.device), torch.ones(1, 200, drafter.config.num_features)
     table = target.get_input_embeddings().weight.to(drafter.device)
-    target_cache, cache = target(tokens[None, :200], use_cache=True).cache, DynamicCache(config=drafter.config)
+    target_cache, cache = target(tokens[None, :200], use_cache=True).cache, DynamicCache()
     drafter.draft(unread[:201], features, 1, cache, table)
 
     def draft(count):

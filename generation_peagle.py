@@ -10,16 +10,21 @@ token is drawn per position, in order, a seeded run gives the very tokens that p
 import copy
 import functools
 import inspect
+import math
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
-from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, StaticCache
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 
 GENERATE_ARGUMENTS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
+# Room for new tokens at the start; it doubles when it is used up.
+GROWTH = 512
 
 
 @dataclass
@@ -75,7 +80,7 @@ def attach(drafter, target, tokenizer=None) -> "Attachment":
 
     Replaces `target.generate` on this instance by one that recognises the drafter and passes everything else on. Nothing
     else of the target changes, and no state is kept between calls. Attaching twice is the same as attaching once. The
-    drafter moves to the target's device and dtype.
+    drafter moves to the target's device and dtype, and into evaluation mode. A deep copy of the target is attached too.
 
     Args:
         drafter (`PEagleModel`): The drafter.
@@ -86,36 +91,58 @@ def attach(drafter, target, tokenizer=None) -> "Attachment":
         [`Attachment`]: Use it in a `with` statement, or call its `detach()`, to restore the target.
 
     Raises:
-        ValueError: The drafter was made for another target.
+        ValueError: The drafter was made for another target, or this one cannot be decoded speculatively.
         TypeError: The target cannot generate.
     """
     if not isinstance(target, GenerationMixin):
-        raise TypeError(f"{type(target).__name__} has no generate(): attach the drafter to a causal language model.")
+        raise TypeError(
+            f"{type(target).__name__} is not a transformers model that generates. Attach the drafter to a causal language "
+            "model; of a peft model that is model.get_base_model(), and of a compiled one the model before compiling."
+        )
     drafter.config.check_target(target, tokenizer)
-    drafter.to(device=target.device, dtype=target.dtype)
-    previous = target.generate
-    if drafter in getattr(previous, "peagle_drafters", ()):
+    drafter.to(device=target.device, dtype=target.dtype).eval()
+    installed = vars(target).get("generate")
+    if any(wrapper.drafter is drafter for wrapper in wrappers(installed)):
         return Attachment(target, None)
+    target.generate = DraftedGenerate(drafter, target, previous=installed)
+    return Attachment(target, target.generate)
 
-    @functools.wraps(previous)
-    def generate(*args, **kwargs):
+
+class DraftedGenerate:
+    """What stands in the place of `target.generate`; `previous` stood there before, None for the method of the class."""
+
+    def __init__(self, drafter, target, previous):
+        self.drafter, self.target, self.previous = drafter, target, previous
+        functools.update_wrapper(self, type(target).generate)
+
+    def __call__(self, *args, **kwargs):
         kwargs |= zip(GENERATE_ARGUMENTS, args)
-        if kwargs.get("assistant_model") is drafter:
+        # With `custom_generate` the user has named the decoding loop (ours asks for the drafter itself).
+        if kwargs.get("assistant_model") is self.drafter and kwargs.get("custom_generate") is None:
             del kwargs["assistant_model"]
-            return speculative_generate(drafter, target, **kwargs)
-        return previous(**kwargs)
+            return speculative_generate(self.drafter, self.target, **kwargs)
+        return (self.previous or functools.partial(type(self.target).generate, self.target))(**kwargs)
 
-    generate.peagle_drafters = (drafter, *getattr(previous, "peagle_drafters", ()))
-    had_own = "generate" in vars(target)
-    target.generate = generate
-    return Attachment(target, previous if had_own else None, installed=generate)
+    def __deepcopy__(self, memo):
+        # A copy of the target decodes with its own weights, and with the same drafter.
+        return DraftedGenerate(self.drafter, copy.deepcopy(self.target, memo), copy.deepcopy(self.previous, memo))
+
+    def __reduce__(self):
+        raise TypeError("A target cannot be pickled with a drafter attached: detach it first, or use save_pretrained.")
+
+
+def wrappers(generate):
+    """The [`DraftedGenerate`]s from the newest on, given what a target has in the place of `generate`."""
+    while isinstance(generate, DraftedGenerate):
+        yield generate
+        generate = generate.previous
 
 
 class Attachment:
     """Undoes [`attach`]: a context manager, or call `detach()`. An attachment that found the drafter there does nothing."""
 
-    def __init__(self, target, previous, installed=None):
-        self.target, self.previous, self.installed = target, previous, installed
+    def __init__(self, target, installed: DraftedGenerate | None):
+        self.target, self.installed = target, installed
 
     def __enter__(self):
         return self.target
@@ -124,11 +151,17 @@ class Attachment:
         self.detach()
 
     def detach(self):
-        if self.installed is not None and vars(self.target).get("generate") is self.installed:
-            if self.previous is None:
-                del self.target.generate
-            else:
-                self.target.generate = self.previous
+        if self.installed is None:
+            return
+        newest = vars(self.target).get("generate")
+        if newest is not self.installed:  # another drafter was attached later: this one goes from under it
+            for wrapper in wrappers(newest):
+                if wrapper.previous is self.installed:
+                    wrapper.previous = self.installed.previous
+        elif newest.previous is None:
+            del self.target.generate
+        else:
+            self.target.generate = newest.previous
         self.installed = None
 
 
@@ -143,26 +176,40 @@ def speculative_generate(
         ValueError: An option that cannot be decoded speculatively without changing the output; the message names it.
     """
     drafter.config.check_target(target)
-    config = generation_config or target.generation_config
-    num_tokens = kwargs.get("num_assistant_tokens") or config.num_assistant_tokens or drafter.config.speculation_depth
-    if not 1 <= num_tokens <= drafter.config.num_depths:
+    # In the order in which `generate` resolves them; its own defaults at the end are meant for other assistants.
+    sources = {
+        "the call": kwargs,
+        "the generation_config": vars(generation_config) if generation_config is not None else {},
+        "the target's generation_config": vars(target.generation_config),
+        "the drafter's config": {"num_assistant_tokens": drafter.config.speculation_depth},
+    }
+
+    def setting(name):
+        found = ((values[name], source) for source, values in sources.items() if values.get(name) is not None)
+        return next(found, (None, None))
+
+    num_tokens, source = setting("num_assistant_tokens")
+    if type(num_tokens) is not int or not 1 <= num_tokens <= drafter.config.num_depths:
         raise ValueError(
-            f"num_assistant_tokens is {num_tokens}, but this drafter was trained for 1 to {drafter.config.num_depths} draft "
-            "tokens per round."
+            f"num_assistant_tokens is {num_tokens!r} in {source}, but this drafter was trained for 1 to "
+            f"{drafter.config.num_depths} draft tokens per round: pass num_assistant_tokens in that range."
         )
+    for name, fix in (("token_healing", "heal the prompt before"), ("speculation_type", "unset it")):
+        value, source = setting(name)
+        if value:
+            raise ValueError(f"Decoding with a P-EAGLE drafter: {name} is set in {source} and not supported; {fix}.")
+    if kwargs.get("synced_gpus"):
+        raise ValueError("Decoding with a P-EAGLE drafter: synced_gpus is not supported; leave it unset.")
     # `generate` keeps the tokenizer from a custom decoding loop, so the criterion that needs it is built here.
-    stop_strings = kwargs.pop("stop_strings", None) or config.stop_strings
+    stop_strings, _ = setting("stop_strings")
     if stop_strings is not None:
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer: pass `tokenizer=` to generate as well.")
-        if target.generation_config.stop_strings is not None:
-            raise ValueError(
-                "The target's own generation_config sets stop_strings: unset it there and pass stop_strings to generate."
-            )
-        generation_config = copy.deepcopy(config)
-        generation_config.stop_strings = None
         stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
-        stopping_criteria.append(StopStringCriteria(tokenizer, stop_strings))
+        # As in `generate`, a criterion of the user's takes the place of the one of the same kind.
+        if not any(isinstance(criterion, StopStringCriteria) for criterion in stopping_criteria):
+            stopping_criteria.append(StopStringCriteria(tokenizer, stop_strings))
+        kwargs["stop_strings"] = None
     return type(target).generate(
         target,
         generation_config=generation_config,
@@ -176,14 +223,22 @@ def speculative_generate(
 def check_supported(model, input_ids, generation_config, model_kwargs):
     """Refuse, by name, what would give another output than plain decoding."""
     limit = model.config.get_text_config().max_position_embeddings
+    cache, attention_mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
+    mode = generation_config.get_generation_mode()
     problems = {
         "It does not search beams: set num_beams=1.": generation_config.num_beams not in (None, 1),
+        f"It decodes greedily or by sampling, but the settings ask for {mode.value}: unset what does.": (
+            mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        ),
         "It decodes one sequence at a time: call generate once per prompt, with num_return_sequences=1.": (
             input_ids.shape[0] != 1
         ),
         "It needs the cache: leave use_cache at True.": not generation_config.use_cache,
         "It starts from token ids: pass input_ids, not inputs_embeds.": model_kwargs.get("inputs_embeds") is not None,
         "The prompt is empty: pass at least one token.": input_ids.shape[1] == 0,
+        "The attention mask hides the whole prompt: leave at least one token visible.": (
+            attention_mask is not None and not attention_mask.any()
+        ),
         f"The prompt has {input_ids.shape[1]} tokens, the target's limit is {limit}: shorten it.": (
             input_ids.shape[1] > limit
         ),
@@ -192,6 +247,9 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
         ),
         "It reads the prompt in one forward: leave prefill_chunk_size at None.": (
             generation_config.prefill_chunk_size is not None
+        ),
+        f"{type(cache).__name__} cannot forget rejected tokens: use the default dynamic cache.": (
+            cache is None or not cache.is_croppable
         ),
     }
     for problem, present in problems.items():
@@ -209,9 +267,7 @@ class Continuation:
 
     def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
         self.length = input_ids.shape[1]
-        self.max_length = generation_config.max_length
-        self.buffer = input_ids.new_empty((1, max(self.max_length, self.length + 1)))
-        self.buffer[:, : self.length] = input_ids
+        self.buffer = F.pad(input_ids.long(), (0, GROWTH))
         self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
         self.do_sample = generation_config.do_sample
         returns = generation_config.return_dict_in_generate
@@ -259,10 +315,12 @@ class Continuation:
                 return emitted
 
     def emit(self, token: int):
+        if self.length == self.buffer.shape[1]:  # not sized by max_length, which may be far away
+            self.buffer = F.pad(self.buffer, (0, self.length))
         self.buffer[0, self.length] = token
         self.length += 1
         if self.streamer is not None:
-            self.streamer.put(self.buffer[0, self.length - 1 : self.length].cpu())
+            self.streamer.put(torch.tensor([token]))  # a view of the buffer would go on changing
         self.stopped = bool(self.stopping_criteria(self.sequence, self.scores).all())
 
 
@@ -282,9 +340,11 @@ def decode(
     stats, start = DecodingStats(), time.perf_counter()
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     layer_ids = drafter.config.eagle_aux_hidden_state_layer_ids
-    draft_cache = DynamicCache(config=drafter.config)
+    draft_cache = DynamicCache()
     table = model.get_input_embeddings().weight
     embedding = None if drafter.config.own_embeddings else table.to(drafter.device)
+    # A target may be padded with rows that the drafter's own table lacks; what stands for them does not matter.
+    last_id = (drafter.config.vocab_size if drafter.config.own_embeddings else table.shape[0]) - 1
     # A full draft vocabulary may be padded beyond the target's; the ids ascend, so the usable ones come first.
     draft_ids = drafter.draft_ids()
     draft_ids = draft_ids[draft_ids < table.shape[0]]
@@ -294,22 +354,22 @@ def decode(
 
     model_kwargs["output_hidden_states"] = layer_ids
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
-    cache = outputs.cache
-    if not cache.is_croppable:
-        raise ValueError(
-            f"Decoding with a P-EAGLE drafter: {type(cache).__name__} cannot forget rejected tokens. Use the default "
-            "dynamic cache."
-        )
-    # Not before the prefill: while recording, sliding layers keep all they read, and nothing of the prompt is rejected.
-    cache.activate_past_recording()
     # The rows of the last forward that hold verified tokens: here all but left padding.
     rows = outputs.hidden_states[layer_ids[0]].shape[1]
+    if rows > input_ids.shape[1]:
+        raise ValueError(
+            f"Decoding with a P-EAGLE drafter: the target read {rows} rows for {input_ids.shape[1]} tokens. A learned prompt "
+            "(prompt tuning) is not supported; merge the adapter or disable it."
+        )
     attention_mask = model_kwargs.get("attention_mask")
     verified = slice(0 if attention_mask is None else int((attention_mask[0, -rows:] == 0).sum()), rows)
     emitted = text.accept(last_logits(outputs, 1), [])
     stats.prefill_seconds = time.perf_counter() - start
 
-    with model._optimize_model_for_decode():
+    cache = outputs.cache
+    # The last token that may still come needs no draft, and a preallocated cache may end before.
+    end = min(stopping_criteria.max_length - 1, cache.get_max_length() if isinstance(cache, StaticCache) else math.inf)
+    with model._optimize_model_for_decode(), recording_past(cache):
         while not text.stopped:
             model_kwargs = model._update_model_kwargs_for_generation(
                 outputs, model_kwargs, num_new_tokens=len(emitted)
@@ -317,16 +377,15 @@ def decode(
 
             clock = time.perf_counter()
             features = torch.cat([outputs.hidden_states[i][:, verified].to(drafter.device) for i in layer_ids], dim=-1)
-            # The last token that may still come needs no draft.
-            wanted = min(num_tokens, text.max_length - text.length - 1)
+            wanted = min(num_tokens, end - text.length)
             drafts = []
             if wanted > 0:
-                unread = text.sequence[0, -features.shape[1] - 1 :].to(drafter.device)
+                unread = text.sequence[0, -features.shape[1] - 1 :].clamp(max=last_id).to(drafter.device)
                 draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)
                 drafts = draft_ids[draft_logits[:, : len(draft_ids)].argmax(dim=-1)].tolist()
             stats.draft_seconds += time.perf_counter() - clock
 
-            candidates = torch.cat([text.sequence, input_ids.new_tensor([drafts], dtype=torch.long)], dim=1)
+            candidates = torch.cat([text.sequence, text.sequence.new_tensor([drafts])], dim=1)
             inputs = model.prepare_inputs_for_generation(
                 candidates,
                 next_sequence_length=len(drafts) + 1,
@@ -338,9 +397,13 @@ def decode(
             outputs = model(**inputs, return_dict=True)
             stats.verify_seconds += time.perf_counter() - clock
 
-            emitted = text.accept(last_logits(outputs, len(drafts) + 1), drafts)
-            # Both caches keep what was read and accepted: everything but the newest token.
-            cache.crop(len(emitted) - len(drafts) - 1)
+            before = text.length
+            try:
+                emitted = text.accept(last_logits(outputs, len(drafts) + 1), drafts)
+            finally:
+                # Both caches keep what was read and accepted: everything but the newest token. That holds when a processor,
+                # a criterion or a streamer raises, too, for the cache may be the user's.
+                cache.crop(max(text.length - before, 1) - len(drafts) - 1)
             verified = slice(len(emitted))
             stats.record(drafts, emitted)
 
@@ -352,3 +415,20 @@ def decode(
     return PEagleGenerateOutput(
         sequences=text.sequence.clone(), scores=text.scores, logits=text.logits, cache=cache, stats=stats
     )
+
+
+@contextmanager
+def recording_past(cache):
+    """Sliding layers keep what falls out of their window until the next `crop`, so that rejected tokens can be undone.
+
+    Not before the prefill is read: a recording layer keeps all of it, and nothing of the prompt is rejected.
+    """
+    layers = [
+        layer for layer in cache.layers if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past
+    ]
+    cache.activate_past_recording()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.record_past = False

@@ -93,7 +93,9 @@ class PEagleFirstLayer(LlamaDecoderLayer):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.self_attn, name)
-            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, narrow.out_features, narrow.bias is not None))
+            setattr(
+                self.self_attn, name, nn.Linear(2 * config.hidden_size, narrow.out_features, narrow.bias is not None)
+            )
 
     def forward(self, hidden_states, inputs_embeds, **kwargs):
         residual = hidden_states
@@ -269,7 +271,8 @@ class PEagleModel(LlamaPreTrainedModel):
         """As [`~PreTrainedModel.from_pretrained`], refusing a checkpoint that does not hold exactly this model's tensors.
 
         Raises:
-            OSError: The weights file is missing, truncated, or has tensors missing, unknown or of another shape.
+            OSError: The weights file is missing, truncated, or has tensors missing, unknown or of another shape; or its
+                draft vocabulary is none.
         """
         try:
             model, info = super().from_pretrained(
@@ -293,6 +296,12 @@ class PEagleModel(LlamaPreTrainedModel):
                     f"The checkpoint in {pretrained_model_name_or_path} does not match its config.json, {kind} tensors: "
                     f"{', '.join(sorted(names)[:8])}. Use the config.json and model.safetensors of one training run."
                 )
+        ids = model.draft_ids()
+        if (ids.diff() < 1).any() or ids[0] < 0 or ids[-1] >= model.config.vocab_size:
+            raise OSError(
+                f"The tensor d2t in {pretrained_model_name_or_path} is damaged: it must give ascending token ids below "
+                f"{model.config.vocab_size}. Download or copy the weights again."
+            )
         return (model, info) if output_loading_info else model
 
     @classmethod

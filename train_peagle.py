@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
-from transformers.trainer_utils import set_seed
+from transformers.trainer_utils import get_last_checkpoint, set_seed
 from trl import TrlParser, pack_dataset
 
 from configuration_peagle import PEagleConfig
@@ -28,11 +28,15 @@ class PEagleArguments(TrainingArguments):
     """[`TrainingArguments`] with the drafter's; the defaults suit the default target on a laptop CPU."""
 
     train_file: str = HfArg(default=None, help="Conversations, one JSON object with `messages` per line.")
-    target_model: str | None = HfArg(default=None, help="Hub id or folder of the target; SmolLM2-135M-Instruct if unset.")
+    target_model: str | None = HfArg(
+        default=None, help="Hub id or folder of the target; SmolLM2-135M-Instruct if unset."
+    )
     eval_fraction: float = HfArg(default=0.05, help="Share of the conversations that is held out.")
     max_seq_len: int = HfArg(default=512, help="Tokens per packed block; longer conversations are cut.")
     num_layers: int = HfArg(default=1, help="Layers of the drafter.")
-    draft_vocab_size: int = HfArg(default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary.")
+    draft_vocab_size: int = HfArg(
+        default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary."
+    )
     speculation_depth: int = HfArg(default=4, help="Draft tokens per round when decoding (K).")
     num_depths: int = HfArg(default=5, help="Depths to train (K_train), at least speculation_depth.")
     cod_ratio: float = HfArg(default=0.7, help="Share of the slots kept from one depth to the next (COD sampling).")
@@ -48,11 +52,14 @@ class PEagleArguments(TrainingArguments):
     )
 
     save_dtype: str = HfArg(
-        default="float16", help="Precision of the finished drafter in output_dir; checkpoints keep float32 to resume from."
+        default="float16",
+        help="Precision of the finished drafter in output_dir; checkpoints keep float32 to resume from.",
     )
 
     num_train_epochs: float = HfArg(default=3.0, aliases=["--num_epochs"], help="Passes over the data.")
-    per_device_train_batch_size: int = HfArg(default=1, aliases=["--batch_size"], help="Packed blocks per device and step.")
+    per_device_train_batch_size: int = HfArg(
+        default=1, aliases=["--batch_size"], help="Packed blocks per device and step."
+    )
     per_device_eval_batch_size: int = HfArg(default=1, help="Packed blocks per device when evaluating.")
     save_steps: float = HfArg(default=500, aliases=["--save_every"], help="Optimizer steps between checkpoints.")
     learning_rate: float = HfArg(default=1e-3, help="Peak learning rate.")
@@ -72,6 +79,20 @@ class PEagleArguments(TrainingArguments):
             raise ValueError(f"--save_dtype is {self.save_dtype!r}; choose float32, bfloat16 or float16.")
         if self.embeddings not in ("borrowed", "mask_row", "trained"):
             raise ValueError(f"--embeddings is {self.embeddings!r}; choose borrowed, mask_row or trained.")
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"--eval_fraction is {self.eval_fraction}; choose from 0 (hold nothing out) to below 1.")
+        if not (0 < self.cod_ratio <= 1 and 0 <= self.cod_floor <= 1):
+            raise ValueError(
+                f"--cod_ratio is {self.cod_ratio} and --cod_floor {self.cod_floor}; they are shares, the ratio above 0."
+            )
+        if self.remove_unused_columns:
+            raise ValueError(
+                "--remove_unused_columns must stay false: the collator reads columns that it would remove."
+            )
+        if self.neftune_noise_alpha is not None:
+            raise ValueError(
+                "--neftune_noise_alpha is not supported: the embeddings that it disturbs are the target's."
+            )
 
 
 class TargetSignals:
@@ -236,7 +257,11 @@ def choose_mask_token(tokenizer, seen: set[int], stop_ids: set[int]) -> int:
         ValueError: There is none; the message says how to name one.
     """
     template = str(tokenizer.chat_template)
-    used = seen | stop_ids | {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    used = (
+        seen
+        | stop_ids
+        | {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    )
     free = {i: str(t) for i, t in tokenizer.added_tokens_decoder.items() if i not in used and str(t) not in template}
     reserved = [i for i, token in free.items() if re.search("unused|reserved", token)]
     if not free:
@@ -283,6 +308,30 @@ def freeze(drafter: PEagleModel, embeddings: str):
         drafter.embed_tokens.weight.register_hook(lambda grad: grad * row.to(grad))
 
 
+def checkpoint_to_resume(args: PEagleArguments, config: PEagleConfig) -> str | None:
+    """The checkpoint that `--resume_from_checkpoint` names, `true` for the last one of `--output_dir`; None without it.
+
+    Raises:
+        ValueError: There is none, or it holds a drafter of another shape, of which parts would start anew unnoticed.
+    """
+    if not args.resume_from_checkpoint:
+        return None
+    path = args.resume_from_checkpoint
+    if str(path).lower() == "true":
+        path = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
+    if path is None or not os.path.isfile(os.path.join(path, "config.json")):
+        raise ValueError(f"--resume_from_checkpoint: there is no checkpoint in {path or args.output_dir}.")
+    saved, ours = PEagleConfig.from_pretrained(path).to_dict(), config.to_dict()
+    unshaped = ("dtype", "transformers_version", "_name_or_path")
+    differ = [key for key in ours if key not in unshaped and saved.get(key) != ours[key]]
+    if differ:
+        words = ", ".join(f"{key} {saved.get(key)} there and {ours[key]} here" for key in sorted(differ))
+        raise ValueError(
+            f"--resume_from_checkpoint: the drafter in {path} is another one: {words}. Use the same flags."
+        )
+    return path
+
+
 def main(args: PEagleArguments):
     set_seed(args.seed)
     if args.device.type == "cpu":
@@ -306,9 +355,11 @@ def main(args: PEagleArguments):
     if args.draft_vocab_size:
         draft_ids, coverage = choose_draft_vocabulary(train, args.draft_vocab_size, stop_ids)
         print(f"the draft vocabulary of {args.draft_vocab_size} covers {coverage:.2%} of the supervised tokens")
+    seen = {token for row in train for token in row["input_ids"]}
     if args.mask_token_id is None:
-        seen = {token for row in train for token in row["input_ids"]}
         args.mask_token_id = choose_mask_token(tokenizer, seen, stop_ids)
+    elif args.mask_token_id in seen | stop_ids:
+        raise ValueError(f"--mask_token_id {args.mask_token_id} occurs in the chats: name a token that never does.")
     config = PEagleConfig.for_target(
         target,
         tokenizer,
@@ -341,7 +392,12 @@ def main(args: PEagleArguments):
         data_collator=PackingCollator(args.num_depths, args.cod_ratio, args.cod_floor),
         signals=TargetSignals(target, config, drafter.draft_ids(), args.keep_features),
     )
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if len(trainer.get_train_dataloader()) == 0:
+        raise ValueError(
+            f"{len(blocks)} blocks do not fill one batch of {args.per_device_train_batch_size} on each of {args.world_size} "
+            "devices, and --dataloader_drop_last drops what does not: lower --batch_size or leave it false."
+        )
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args, config))
     if held_out_blocks is not None:
         print("held-out conversations:", trainer.evaluate())
     if trainer.is_world_process_zero():

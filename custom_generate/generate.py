@@ -4,5 +4,7 @@
 def generate(model, assistant_model=None, **kwargs):
     """Decode with a P-EAGLE drafter without attaching it first. Takes what `model.generate` takes."""
     if assistant_model is None:
-        raise ValueError("Pass the drafter: assistant_model=AutoModel.from_pretrained(<this repo>, trust_remote_code=True)")
+        raise ValueError(
+            "Pass the drafter: assistant_model=AutoModel.from_pretrained(<this repo>, trust_remote_code=True)"
+        )
     return assistant_model.speculative_generate(model, **kwargs)

@@ -74,7 +74,12 @@ class PackingCollator:
         # The sample depends on the blocks and the epoch alone, so that a resumed run draws it again.
         seed = hash((self.epoch, *input_ids.tolist())) % 2**63
         anchor, depth, scored = sample_slots(
-            loss_mask, document_ids, self.num_depths, self.cod_ratio, self.cod_floor, torch.Generator().manual_seed(seed)
+            loss_mask,
+            document_ids,
+            self.num_depths,
+            self.cod_ratio,
+            self.cod_floor,
+            torch.Generator().manual_seed(seed),
         )
         boundaries = torch.nn.functional.pad(ends, (1, 0)).int()
         longest = int(lengths.max())

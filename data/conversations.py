@@ -30,7 +30,7 @@ class BadConversation(ValueError):
         self.reason = reason
 
 
-def _clean_messages(row) -> list[dict]:
+def clean_messages(row) -> list[dict]:
     """The row's messages without null keys and with every content a string. Raises BadConversation."""
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -64,7 +64,7 @@ def _clean_messages(row) -> list[dict]:
     return cleaned
 
 
-def _render(tokenizer, messages: list[dict], tools, prompt: bool = False) -> str:
+def render(tokenizer, messages: list[dict], tools, prompt: bool = False) -> str:
     """The chat template's text, with the generation prompt if ``prompt``; BadConversation where it refuses."""
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=prompt)
@@ -81,7 +81,7 @@ def _check_tools_rendered(tokenizer, messages: list[dict], tools, prompt: bool, 
     bare = [{key: message[key] for key in message if key != "tool_calls"} for message in messages]
     for name, without in (("tool calls", (bare, tools)), ("tools", (messages, None))):
         try:
-            ignored = without != (messages, tools) and _render(tokenizer, *without, prompt) == text
+            ignored = without != (messages, tools) and render(tokenizer, *without, prompt) == text
         except BadConversation:  # it refuses the chat without them, so it does read them
             ignored = False
         if ignored:
@@ -126,7 +126,7 @@ def encode_conversation(row: dict, tokenizer, stop_token_ids: Collection[int] = 
     """
     if not tokenizer.is_fast:
         raise ValueError(f"tokenizer {tokenizer.name_or_path!r} is a slow one without offsets; load the fast one")
-    messages, tools, answer = _clean_messages(row), row.get("tools") or None, row.get("resp_ids")
+    messages, tools, answer = clean_messages(row), row.get("tools") or None, row.get("resp_ids")
     tokenizer.get_chat_template(tools=tools)  # raises here, because a missing template is no fault of the row
     if answered := answer is not None:
         # type() because a bool is an int too; a negative id would index from the vocabulary's end.
@@ -135,7 +135,7 @@ def encode_conversation(row: dict, tokenizer, stop_token_ids: Collection[int] = 
         if messages.pop()["role"] != "assistant":
             raise BadConversation("resp_ids without a last assistant turn")
 
-    text = _render(tokenizer, messages, tools, prompt=answered)
+    text = render(tokenizer, messages, tools, prompt=answered)
     _check_tools_rendered(tokenizer, messages, tools, answered, text)
     # The template's own tokenisation: of this same text, and without a second BOS next to the template's.
     offsets = {"return_offsets_mapping": True, "verbose": False}
@@ -146,7 +146,7 @@ def encode_conversation(row: dict, tokenizer, stop_token_ids: Collection[int] = 
         ids, mask, messages = ids + answer, mask + [1] * len(answer), []  # earlier answers count as context
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            chats = _render(tokenizer, messages[:index], tools, True), _render(tokenizer, messages[: index + 1], tools)
+            chats = render(tokenizer, messages[:index], tools, True), render(tokenizer, messages[: index + 1], tools)
             for token in _turn_tokens(tokenizer, text, ids, spans, *chats, {tokenizer.eos_token_id, *stop_token_ids}):
                 mask[token] = 1
     if not any(mask):
@@ -174,9 +174,9 @@ def read_jsonl(path) -> Iterator[tuple[int, dict | BadConversation]]:
             yield number, row
 
 
-def _is_eval(row: dict, eval_fraction: float) -> bool:
+def is_eval(row: dict, eval_fraction: float) -> bool:
     """Side by a hash of all before the first answer: other answers to it and longer versions share its side."""
-    opening = list(takewhile(lambda message: message["role"] != "assistant", _clean_messages(row)))
+    opening = list(takewhile(lambda message: message["role"] != "assistant", clean_messages(row)))
     digest = hashlib.sha256(json.dumps(opening, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") < eval_fraction * 2**64
 
@@ -216,7 +216,7 @@ def load_conversations(
             first.setdefault(f"skipped: {bad.reason}", f" (first in line {number}: {bad})")
             continue
         seen.add(digest)
-        side = "eval" if _is_eval(row, eval_fraction) else "train"
+        side = "eval" if is_eval(row, eval_fraction) else "train"
         for column, value in zip(sides[side].values(), (ids, mask, int(mask.argmax())), strict=True):
             column.append(value)
         report.update([side] + ["cut to max_seq_len"] * (len(encoded["input_ids"]) > max_seq_len))

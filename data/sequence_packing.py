@@ -42,9 +42,9 @@ from trl import pack_dataset
 from configuration_peagle import tokenizer_fingerprint
 from data.conversations import (
     BadConversation,
-    _is_eval,
     check_masks,
     encode_conversation,
+    is_eval,
     read_jsonl,
     show_supervision,
 )
@@ -187,7 +187,9 @@ def pack_conversations(
             enable_progress_bars()
     if progress:
         for name in sides:
-            print(f"{name}:", ", ".join(f"{key} {value:,}" for key, value in manifest[name].items() if value is not None))
+            print(
+                f"{name}:", ", ".join(f"{key} {value:,}" for key, value in manifest[name].items() if value is not None)
+            )
         print("a sample, supervised tokens in brackets:", show_supervision(**sample, tokenizer=tokenizer), sep="\n")
     return manifest
 
@@ -212,7 +214,7 @@ def _fill(sides, input_file, tokenizer, max_seq_len, eval_fraction, stop_token_i
             first.setdefault(f"skipped: {bad.reason}", f" (first in line {number}: {bad})")
             continue
         seen.add(digest)
-        side = "eval" if _is_eval(row, eval_fraction) else "train"
+        side = "eval" if is_eval(row, eval_fraction) else "train"
         sides[side].add(windows)
         report.update([side] + ["cut into windows"] * (len(windows) > 1))
         sample = sample or next((window for window in windows if window["loss_mask"].any()), None)
@@ -268,7 +270,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--input", required=True, help="conversations, one JSON object with `messages` per line")
     parser.add_argument("--output", required=True, help="folder for the blocks; it must not exist yet, or be empty")
     parser.add_argument("--max_seq_len", type=int, default=4096, help="tokens per block and window (%(default)s)")
-    parser.add_argument("--tokenizer", required=True, help="the target: folder or Hub id with tokenizer and chat template")
+    parser.add_argument(
+        "--tokenizer", required=True, help="the target: folder or Hub id with tokenizer and chat template"
+    )
     parser.add_argument("--eval_fraction", type=float, default=0.05, help="share held out for eval (%(default)s)")
     args = parser.parse_args(arguments)
     try:

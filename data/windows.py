@@ -10,7 +10,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from data.conversations import BadConversation, _clean_messages, _render
+from data.conversations import BadConversation, clean_messages, render
 
 
 MIN_ROOM = 0.25  # of a window, for the turns; a longer system prompt would repeat itself more than it lets be learnt
@@ -20,7 +20,7 @@ ANSWER = "peagle-probe"  # a text that no template writes by itself
 def _up_to_words(tokenizer, messages: list[dict], tools=None) -> str:
     """The chat's text up to the words of a user turn after ``messages``: what two such renderings share."""
     asked = ([*messages, {"role": "user", "content": words}] for words in "01")
-    return os.path.commonprefix([_render(tokenizer, chat, tools) for chat in asked])
+    return os.path.commonprefix([render(tokenizer, chat, tools) for chat in asked])
 
 
 def _user_header(tokenizer) -> str | None:
@@ -29,7 +29,7 @@ def _user_header(tokenizer) -> str | None:
     Taken from a chat without system prompt and tools, because a template may repeat or move them there.
     """
     answered = [{"role": "user", "content": "0"}, {"role": "assistant", "content": ANSWER}]
-    ending = _render(tokenizer, answered, None).rpartition(ANSWER)[2]
+    ending = render(tokenizer, answered, None).rpartition(ANSWER)[2]
     following = _up_to_words(tokenizer, answered).rpartition(ANSWER)[2]
     # Some templates end every rendering with an extra EOS.
     for end in (ending, ending.removesuffix(tokenizer.eos_token or "")):
@@ -50,9 +50,9 @@ def find_turns(row: dict, tokenizer) -> tuple[int, list[int]]:
     Raises BadConversation where the chat does not start with the anchor, that is where the template writes the system
     prompt or the tools somewhere else (Mistral's: into the last user turn).
     """
-    messages, tools, answered = _clean_messages(row), row.get("tools") or None, row.get("resp_ids") is not None
+    messages, tools, answered = clean_messages(row), row.get("tools") or None, row.get("resp_ids") is not None
     shown = messages[:-1] if answered else messages
-    text = _render(tokenizer, shown, tools, prompt=answered)
+    text = render(tokenizer, shown, tools, prompt=answered)
     options = {"return_offsets_mapping": True, "verbose": False}
     spans = tokenizer.apply_chat_template(shown, tools, add_generation_prompt=answered, tokenizer_kwargs=options)
     spans = spans["offset_mapping"]
@@ -67,7 +67,7 @@ def find_turns(row: dict, tokenizer) -> tuple[int, list[int]]:
     starts = []
     for index in range(len(lead) + 1, len(messages) if header is not None else 0):
         try:
-            before = _render(tokenizer, messages[:index], tools)
+            before = render(tokenizer, messages[:index], tools)
         except BadConversation:  # a template may refuse to end there
             continue
         if not text.startswith(before):

@@ -21,10 +21,14 @@ from transformers import (  # noqa: E402
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.generation.streamers import BaseStreamer  # noqa: E402
 
 from configuration_peagle import PEagleConfig  # noqa: E402
 from modeling_peagle import PEagleModel  # noqa: E402
 
+
+# The tests run side by side; several threads each would only wait for one another.
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
@@ -134,6 +138,36 @@ def make_scripted(target, reference, plan, offset: int = 0):
 
 def prompt_of(length: int, seed: int = 0):
     return torch.randint(6, 90, (1, length), generator=torch.Generator().manual_seed(seed + length))
+
+
+PATTERNS = {"right": [True], "wrong": [False], "mixed": [True, True, False, True, False, True, True, True, False]}
+
+
+def plain(target, prompt, **kwargs):
+    return target.generate(prompt, **{"do_sample": False, "max_new_tokens": 24} | kwargs)
+
+
+def drafted(target, drafter, prompt, **kwargs):
+    with drafter.attach(target):
+        return plain(target, prompt, assistant_model=drafter, **kwargs)
+
+
+def scripted_for(target, prompt, pattern="mixed", **kwargs):
+    """A drafter that follows or leaves the target's own greedy continuation by a pattern."""
+    reference = plain(target, prompt, **{"max_new_tokens": 40} | kwargs)[0].tolist()
+    return make_scripted(target, reference, PATTERNS[pattern])
+
+
+class Recorder(BaseStreamer):
+    def __init__(self):
+        self.tokens, self.puts, self.ended = [], 0, 0
+
+    def put(self, value):
+        self.puts += 1
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended += 1
 
 
 @pytest.fixture(params=TARGETS)

@@ -85,7 +85,9 @@ def test_the_shipped_checkpoint_is_what_vllm_reads_and_names_its_target():
 def test_auto_model_gives_the_drafter_from_any_folder_in_a_clean_process(tmp_path):
     code = f"from transformers import AutoModel; print(type(AutoModel.from_pretrained({str(ROOT)!r}, trust_remote_code=True)))"
     environment = os.environ | {"HF_MODULES_CACHE": str(tmp_path), "PYTHONPATH": ""}
-    elsewhere = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert "PEagleModel" in elsewhere.stdout, elsewhere.stderr[-2000:]
     here = subprocess.run(
         [sys.executable, "-c", code.replace(repr(str(ROOT)), "'.'")],

@@ -1,57 +1,39 @@
 """Decoding through `target.generate(..., assistant_model=drafter)`: the same tokens as plain decoding, always."""
 
-import itertools
-import math
 import threading
 
 import pytest
 import torch
-from conftest import TARGETS, VOCAB, TinyTokenizer, make_drafter, make_scripted, make_target, prompt_of
+from conftest import (
+    PATTERNS,
+    VOCAB,
+    WINDOW,
+    Recorder,
+    TinyTokenizer,
+    drafted,
+    make_drafter,
+    make_scripted,
+    make_target,
+    plain,
+    prompt_of,
+    scripted_for,
+)
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
+    MaxLengthCriteria,
     PreTrainedTokenizerFast,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
-from transformers.generation.streamers import BaseStreamer
 
 import generation_peagle
 from configuration_peagle import PEagleConfig
-from generation_peagle import Continuation
 from modeling_peagle import PEagleModel
-
-
-PATTERNS = {"right": [True], "wrong": [False], "mixed": [True, True, False, True, False, True, True, True, False]}
-
-
-def plain(target, prompt, **kwargs):
-    return target.generate(prompt, **{"do_sample": False, "max_new_tokens": 24} | kwargs)
-
-
-def drafted(target, drafter, prompt, **kwargs):
-    with drafter.attach(target):
-        return plain(target, prompt, assistant_model=drafter, **kwargs)
-
-
-def scripted_for(target, prompt, pattern="mixed", **kwargs):
-    """A drafter that follows or leaves the target's own greedy continuation by a pattern."""
-    reference = plain(target, prompt, **{"max_new_tokens": 40} | kwargs)[0].tolist()
-    return make_scripted(target, reference, PATTERNS[pattern])
-
-
-class Recorder(BaseStreamer):
-    def __init__(self):
-        self.tokens, self.puts, self.ended = [], 0, 0
-
-    def put(self, value):
-        self.puts += 1
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended += 1
 
 
 # Greedy identity
@@ -64,8 +46,7 @@ def test_greedy_output_equals_plain_for_random_drafters(target, length):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8])
-@pytest.mark.parametrize("length", [3, 8, 21])
+@pytest.mark.parametrize(("num_tokens", "length"), [(1, 8), (2, 21), (4, 3), (4, 8), (4, 21), (8, 3), (8, 21)])
 def test_greedy_output_equals_plain_for_scripted_drafters(target, pattern, num_tokens, length):
     prompt = prompt_of(length)
     drafter = scripted_for(target, prompt, pattern)
@@ -91,7 +72,9 @@ def test_max_new_tokens_is_kept_to_the_token(llama, max_new_tokens):
 def test_a_drafter_of_another_width_with_its_own_embeddings_decodes(llama):
     prompt = prompt_of(9)
     for width in (16, 48):
-        drafter = make_drafter(llama, hidden_size=width, own_embeddings=True, head_dim=8, draft_ids=torch.arange(3, 90))
+        drafter = make_drafter(
+            llama, hidden_size=width, own_embeddings=True, head_dim=8, draft_ids=torch.arange(3, 90)
+        )
         assert torch.equal(drafted(llama, drafter, prompt), plain(llama, prompt))
 
 
@@ -259,115 +242,17 @@ def test_a_prefix_constraint_holds_on_every_path(llama):
     assert torch.equal(out, plain(llama, prompt, prefix_allowed_tokens_fn=allowed))
 
 
-# The law of sampled output, by enumeration of every random outcome
-
-
-class Undecided(Exception):
-    """A script of random choices ended before the run did; `args[0]` is the number of next choices."""
-
-
-def run_scripted(monkeypatch, script, rule, *arguments):
-    """The tokens of one run whose random draws follow `script`, and the probability of these draws."""
-    cursor, weights = iter(script), []
-
-    def choose(probabilities, num_samples):
-        probabilities = probabilities.flatten()
-        choice = next(cursor, None)
-        if choice is None:
-            raise Undecided(len(probabilities))
-        weights.append(probabilities[choice].item())
-        return torch.tensor([[choice]])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(generation_peagle.torch, "multinomial", choose)
-        return rule(*arguments), math.prod(weights)
-
-
-def enumerate_law(monkeypatch, rule, table, drafts_of, count):
-    """The exact joint law of the first `count` tokens that a verifier emits, as `{tokens: probability}`: all scripts of
-    random choices are tried."""
-    law, pending = {}, [()]
-    while pending:
-        script = pending.pop()
-        try:
-            tokens, weight = run_scripted(monkeypatch, script, rule, table, drafts_of, count)
-            law[tokens] = law.get(tokens, 0.0) + weight
-        except Undecided as undecided:
-            pending += [(*script, choice) for choice in range(undecided.args[0])]
-    return law
-
-
-def ours(table, drafts_of, count):
-    """Rounds of our accept rule on a target given as a table `path -> logits`."""
-    config = GenerationConfig(do_sample=True, max_length=1 + count)
-    text = Continuation(
-        torch.zeros((1, 1), dtype=torch.long),
-        LogitsProcessorList(),
-        StoppingCriteriaList([lambda ids, scores, **_: torch.tensor([ids.shape[1] > count])]),
-        config,
-        None,
-    )
-    while not text.stopped:
-        path = tuple(text.sequence[0, 1:].tolist())
-        drafts = drafts_of(path)
-        logits = torch.stack([table[path + tuple(drafts[:i])] for i in range(len(drafts) + 1)])
-        text.accept(logits, drafts)
-    return tuple(text.sequence[0, 1:].tolist())
-
-
-def skips_the_first_check(table, drafts_of, count):
-    """A known fault: the first draft token is kept without asking the target."""
-    tokens = ()
-    while len(tokens) < count:
-        tokens += (drafts_of(tokens)[0],)
-        probabilities = table[tokens].softmax(-1)
-        tokens += (torch.multinomial(probabilities[None], num_samples=1).item(),)
-    return tokens[:count]
-
-
-def toy():
-    vocabulary, generator = 3, torch.Generator().manual_seed(0)
-    paths = [p for n in range(7) for p in itertools.product(range(vocabulary), repeat=n)]
-    table = {path: torch.randn(vocabulary, generator=generator, dtype=torch.float64) for path in paths}
-
-    def drafts_of(path):  # a deterministic drafter, as ours is
-        return [(sum(path) + 1) % vocabulary, (len(path) + 2) % vocabulary, 0]
-
-    def law_of(count):
-        law = {}
-        for tokens in itertools.product(range(vocabulary), repeat=count):
-            weight = 1.0
-            for i, token in enumerate(tokens):
-                weight *= table[tokens[:i]].softmax(-1)[token].item()
-            law[tokens] = weight
-        return law
-
-    return table, drafts_of, law_of
-
-
-def total_variation(a, b):
-    return sum(abs(a.get(key, 0) - b.get(key, 0)) for key in a.keys() | b.keys()) / 2
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_sampled_output_has_exactly_the_law_of_the_target(monkeypatch, count):
-    table, drafts_of, law_of = toy()
-    law = enumerate_law(monkeypatch, ours, table, drafts_of, count)
-    assert total_variation(law, law_of(count)) < 1e-12
-
-
-def test_the_enumeration_catches_a_wrong_rule(monkeypatch):
-    table, drafts_of, law_of = toy()
-    law = enumerate_law(monkeypatch, skips_the_first_check, table, drafts_of, 2)
-    assert total_variation(law, law_of(2)) > 0.05
-
-
 # What generate returns, caches, padding
 
 
 def test_scores_and_logits_are_those_of_plain_decoding(llama):
     prompt = prompt_of(6)
-    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "repetition_penalty": 1.5}
+    options = {
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "output_logits": True,
+        "repetition_penalty": 1.5,
+    }
     expected = plain(llama, prompt, **options)
     drafter = make_scripted(llama, expected.sequences[0].tolist(), PATTERNS["mixed"])
     out = drafted(llama, drafter, prompt, **options)
@@ -424,47 +309,10 @@ def test_two_threads_share_one_target_and_one_drafter(llama):
         assert all(torch.equal(out, expected[i]) for out in results[i]) and len(results[i]) == 5
 
 
-# Attaching
-
-
-def test_attach_is_idempotent_and_a_context_manager_that_restores(llama):
-    drafter, other = make_drafter(llama), make_drafter(llama, seed=1)
-    assert "generate" not in vars(llama)
-    with drafter.attach(llama):
-        installed = llama.generate
-        with drafter.attach(llama):
-            assert llama.generate is installed
-        assert llama.generate is installed
-        with other.attach(llama):
-            prompt = prompt_of(4)
-            assert torch.equal(plain(llama, prompt, assistant_model=drafter), plain(llama, prompt, assistant_model=other))
-    assert "generate" not in vars(llama)
-
-
-def test_attaching_brings_the_drafter_to_the_dtype_of_the_target(llama):
-    drafter, prompt = make_drafter(llama).to(torch.float16), prompt_of(6)
-    assert torch.equal(drafted(llama, drafter, prompt), plain(llama, prompt))
-    assert drafter.dtype == torch.float32
-
-
 def test_half_precision_targets_decode():
     target, prompt = make_target("llama").to(torch.bfloat16), prompt_of(6)
     out = drafted(target, make_drafter(target), prompt, return_dict_in_generate=True)
     assert out.sequences.shape == (1, 30) and out.stats.drafted
-
-
-def test_the_target_is_restored_after_an_error(llama):
-    with pytest.raises(ValueError, match="num_assistant_tokens"):
-        drafted(llama, make_drafter(llama), prompt_of(4), num_assistant_tokens=99)
-    assert "generate" not in vars(llama)
-
-
-def test_positional_arguments_of_generate_are_understood(llama):
-    prompt, config = prompt_of(4), GenerationConfig(max_new_tokens=5, do_sample=False)
-    drafter = make_drafter(llama)
-    with drafter.attach(llama):
-        arguments = (prompt, config, None, None, None, None, drafter)
-        assert torch.equal(llama.generate(*arguments), plain(llama, prompt, max_new_tokens=5))
 
 
 def test_a_static_cache_without_a_window_decodes(llama):
@@ -474,56 +322,121 @@ def test_a_static_cache_without_a_window_decodes(llama):
     assert torch.equal(out.sequences, plain(llama, prompt)) and sum(out.stats.accepted) > 3
 
 
-def test_plain_generation_of_an_attached_target_is_untouched(llama):
-    prompt = prompt_of(4)
-    expected = plain(llama, prompt, num_beams=2)
-    make_drafter(llama).attach(llama)
-    assert torch.equal(plain(llama, prompt, num_beams=2), expected)
+def test_a_static_cache_that_ends_where_a_criterion_does_decodes(llama):
+    prompt = prompt_of(6)
+    drafter = scripted_for(llama, prompt, "right")
+    cache = StaticCache(config=llama.config, max_cache_len=12)  # the 13th token is not read any more
+    stop = StoppingCriteriaList([lambda ids, scores, **_: torch.tensor([ids.shape[1] >= 13])])
+    out = drafted(llama, drafter, prompt, cache=cache, stopping_criteria=stop)
+    assert torch.equal(out, plain(llama, prompt, max_new_tokens=7))
 
 
-# Errors
+@pytest.mark.parametrize("limit", [9, 40])
+def test_a_length_criterion_of_the_user_takes_the_place_of_max_new_tokens(llama, limit):
+    prompt = prompt_of(6)
+    drafter = scripted_for(llama, prompt, "right")
+    options = {"max_new_tokens": 12, "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(limit)])}
+    out = drafted(llama, drafter, prompt, **options)
+    assert torch.equal(out, plain(llama, prompt, **options)) and out.shape[1] == limit
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_assistant_tokens": 9}, "trained for 1 to 8"),
-        ({"use_cache": False}, "use_cache"),
-        ({"num_beams": 2}, "num_beams"),
-        ({"do_sample": True, "num_return_sequences": 2}, "one sequence at a time"),
-        ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states"),
-        ({"stop_strings": ["x"]}, "tokenizer"),
-        ({"prefill_chunk_size": 2}, "prefill_chunk_size"),
-    ],
-)
-def test_what_cannot_be_decoded_exactly_is_refused_by_name(llama, kwargs, message):
-    with pytest.raises(ValueError, match=message):
-        drafted(llama, make_drafter(llama), prompt_of(5), **kwargs)
+def test_the_text_may_outgrow_its_first_buffer(llama, monkeypatch):
+    monkeypatch.setattr(generation_peagle, "GROWTH", 3)
+    prompt = prompt_of(2)
+    assert torch.equal(drafted(llama, scripted_for(llama, prompt), prompt), plain(llama, prompt))
 
 
-def test_bad_prompts_are_refused(llama):
-    drafter = make_drafter(llama)
-    with pytest.raises(ValueError, match="one sequence at a time"):
-        drafted(llama, drafter, prompt_of(5).expand(2, -1))
-    with pytest.raises(ValueError, match="limit is 512"):
-        drafted(llama, drafter, prompt_of(513))
-    with pytest.raises(ValueError, match="empty"):
-        drafted(llama, drafter, torch.empty((1, 0), dtype=torch.long))
-    with pytest.raises(ValueError, match="input_ids"):
+def test_a_limit_far_away_takes_no_memory(llama):
+    prompt = prompt_of(6)
+    drafter = scripted_for(llama, prompt)
+    options = {"max_new_tokens": 10**12, "eos_token_id": drafter.reference[20]}
+    assert torch.equal(drafted(llama, drafter, prompt, **options), plain(llama, prompt, **options))
+
+
+class Broken(StoppingCriteria):
+    """Fails inside a block of accepted tokens."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] == self.length:
+            raise RuntimeError("broken")
+        return torch.tensor([False])
+
+
+@pytest.mark.parametrize("length", [7, 9, 12, 16])
+def test_after_an_exception_the_cache_of_the_user_holds_no_unverified_token(target, length):
+    prompt, cache = prompt_of(6), DynamicCache(config=target.config.get_text_config())
+    drafter = scripted_for(target, prompt)
+    with pytest.raises(RuntimeError, match="broken"):
+        drafted(target, drafter, prompt, cache=cache, stopping_criteria=StoppingCriteriaList([Broken(length)]))
+    assert cache.get_seq_length() == length - 1
+    going_on = torch.tensor([drafter.reference[:length]])
+    assert torch.equal(plain(target, going_on, cache=cache), plain(target, going_on))
+
+
+def test_the_returned_cache_stops_keeping_what_left_the_window():
+    target, prompt = make_target("gemma3"), prompt_of(6)
+    out = drafted(target, make_drafter(target), prompt, return_dict_in_generate=True)
+    longer = torch.cat([out.sequences, prompt_of(3)], dim=1)
+    plain(target, longer, cache=out.cache)
+    assert (
+        max(layer.keys.shape[-2] for layer, sliding in zip(out.cache.layers, out.cache.is_sliding) if sliding) < WINDOW
+    )
+
+
+def test_streamers_may_keep_what_they_are_given(llama):
+    class Keeper(Recorder):
+        def put(self, value):
+            self.tokens.append(value)
+
+    prompt, keeper = prompt_of(4), Keeper()
+    out = drafted(llama, make_drafter(llama), prompt, streamer=keeper)
+    kept = keeper.tokens[1:]
+    assert torch.equal(torch.cat(kept), out[0, 4:])
+    kept[0].zero_()
+    assert torch.equal(out, plain(llama, prompt))
+
+
+def test_stop_string_criteria_of_the_user_take_the_place_of_stop_strings(llama):
+    prompt, tokenizer = prompt_of(6), letter_tokenizer()
+    drafter = scripted_for(llama, prompt, "right")
+    own = StoppingCriteriaList([StopStringCriteria(tokenizer, chr(33 + drafter.reference[12]))])
+    options = {"stop_strings": chr(33 + drafter.reference[8]), "tokenizer": tokenizer, "stopping_criteria": own}
+    assert torch.equal(drafted(llama, drafter, prompt, **options), plain(llama, prompt, **options))
+
+
+def test_stop_strings_of_the_target_are_kept(llama):
+    prompt, tokenizer = prompt_of(6), letter_tokenizer()
+    drafter = scripted_for(llama, prompt, "right")
+    llama.generation_config.stop_strings = [chr(33 + drafter.reference[9])]
+    for options in ({}, {"generation_config": GenerationConfig(max_new_tokens=24, do_sample=False)}):
         with drafter.attach(llama):
-            llama.generate(inputs_embeds=torch.randn(1, 4, 32), assistant_model=drafter, max_new_tokens=4)
+            out = llama.generate(prompt, assistant_model=drafter, tokenizer=tokenizer, max_new_tokens=24, **options)
+        assert torch.equal(out, llama.generate(prompt, tokenizer=tokenizer, max_new_tokens=24, **options))
+        assert out.shape[1] < 20
+    assert llama.generation_config.stop_strings is not None
 
 
-def test_an_unattached_drafter_says_so(llama):
-    with pytest.raises(AttributeError, match="drafter.attach"):
-        plain(llama, prompt_of(4), assistant_model=make_drafter(llama))
+def test_int32_prompts_give_what_plain_decoding_gives(llama):
+    prompt = prompt_of(6).int()
+    out, expected = drafted(llama, make_drafter(llama), prompt), plain(llama, prompt)
+    assert torch.equal(out, expected) and out.dtype == expected.dtype
 
 
-def test_a_cache_that_cannot_forget_is_refused_by_name():
-    target = make_target("gemma3")
-    with pytest.raises(ValueError, match="StaticCache"):
-        drafted(target, make_drafter(target), prompt_of(4), cache_implementation="static")
+def test_a_drafter_whose_own_table_lacks_padding_rows_decodes(llama):
+    config = PEagleConfig.for_target(
+        llama, TinyTokenizer(), mask_token_id=5, vocab_size=VOCAB - 20, own_embeddings=True
+    )
+    drafter, prompt = PEagleModel(config), prompt_of(6)
+    bias = LogitsProcessorList([lambda ids, scores: scores + 1e4 * (torch.arange(VOCAB) >= VOCAB - 20)])
+    expected = plain(llama, prompt, logits_processor=bias)
+    assert expected[0, 6:].min() >= VOCAB - 20
+    assert torch.equal(drafted(llama, drafter, prompt, logits_processor=bias), expected)
 
 
-def test_every_kind_of_target_is_covered():
-    assert {"llama", "qwen3", "gemma3", "gemma3_composite"} <= TARGETS.keys()
+def test_a_sliding_window_in_the_drafters_config_changes_nothing(llama):
+    drafter, prompt = make_drafter(llama), prompt_of(12)
+    drafter.config.sliding_window = 4
+    assert torch.equal(drafted(llama, drafter, prompt), plain(llama, prompt))

@@ -210,6 +210,11 @@ def test_fitting_a_table_keeps_inner_products_as_well_as_the_width_allows(width)
         assert torch.isclose((gram - fitted_gram).norm(), tail.norm(), rtol=1e-3)
 
 
+def test_a_drafter_has_layers(llama):
+    with pytest.raises(Exception, match="at least one layer"):  # wrapped by `@strict`
+        make_drafter(llama, num_hidden_layers=0)
+
+
 # Checkpoints
 
 
@@ -321,7 +326,12 @@ def test_a_saved_folder_loads_with_auto_model_in_a_clean_process_and_saves_itsel
         run = subprocess.run(
             [sys.executable, "-c", CLEAN_LOAD, tmp_path / source, tmp_path / copy],
             cwd=tmp_path / "elsewhere",
-            env={"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(tmp_path / "modules"), "PATH": "", "HOME": str(tmp_path)},
+            env={
+                "HF_HUB_OFFLINE": "1",
+                "HF_MODULES_CACHE": str(tmp_path / "modules"),
+                "PATH": "",
+                "HOME": str(tmp_path),
+            },
             capture_output=True,
             text=True,
         )
@@ -364,6 +374,10 @@ def test_damaged_checkpoints_are_refused_with_the_cause(llama, tmp_path):
         write({name: t for name, t in tensors.items() if name != missing})
         with pytest.raises(OSError, match=f"missing tensors: {missing}"):
             PEagleModel.from_pretrained(tmp_path)
+    for offsets in (-2 * torch.arange(50), torch.full((50,), -1), torch.full((50,), VOCAB)):
+        write(tensors | {"d2t": offsets})
+        with pytest.raises(OSError, match="d2t in .* is damaged"):
+            PEagleModel.from_pretrained(tmp_path)
     write(tensors | {"layers.7.what": torch.zeros(2)})
     with pytest.raises(OSError, match="unknown tensors: layers.7.what"):
         PEagleModel.from_pretrained(tmp_path)
@@ -400,7 +414,9 @@ def test_a_contradictory_configuration_is_refused(llama, change, message):
     ],
 )
 def test_a_drafter_of_another_target_is_refused(llama, change, message):
-    config = PEagleConfig.for_target(llama, TinyTokenizer(), mask_token_id=5, target_name_or_path="org/other", **change)
+    config = PEagleConfig.for_target(
+        llama, TinyTokenizer(), mask_token_id=5, target_name_or_path="org/other", **change
+    )
     with pytest.raises(ValueError, match=f"org/other.*{message}"):
         PEagleModel(config).attach(llama)
     assert "generate" not in vars(llama)

@@ -63,7 +63,9 @@ TEMPLATES = {
 
 
 def encode(row, tokenizer, end=None):
-    return encode_conversation(row, tokenizer, [tokenizer.convert_tokens_to_ids(end)] if end in tokenizer.get_vocab() else [])
+    return encode_conversation(
+        row, tokenizer, [tokenizer.convert_tokens_to_ids(end)] if end in tokenizer.get_vocab() else []
+    )
 
 
 def stretches(length, anchor, starts, max_seq_len):
@@ -156,7 +158,9 @@ def test_a_turn_that_fills_a_window_is_cut_into_halves():
     # Each window supervises what the one before it did not hold: the second half, to its end.
     for window, (start, stop), (_, seen) in zip(windows[2:], spans[2:], spans[1:]):
         expected = [0] * (anchor + seen - start) + [1] * (stop - seen)
-        assert window["loss_mask"].tolist()[: len(expected)][: anchor + 900] == expected or stop == len(encoded["input_ids"])
+        assert window["loss_mask"].tolist()[: len(expected)][: anchor + 900] == expected or stop == len(
+            encoded["input_ids"]
+        )
     assert "".join(run for w in windows for run in supervised_runs(w, tokenizer)) == "x" * 1000 + "<|im_end|>"
 
 
@@ -186,9 +190,11 @@ def test_the_targets_own_tokens_are_cut_too():
     row = {"messages": messages, "resp_ids": answer}
     encoded = encode(row, tokenizer)
     anchor, starts = find_turns(row, tokenizer)
-    assert len(starts) == 3 and encoded["input_ids"][starts[-1] :] == template_ids(
-        tokenizer, messages[:-1], add_generation_prompt=True
-    )[starts[-1] :] + answer
+    assert (
+        len(starts) == 3
+        and encoded["input_ids"][starts[-1] :]
+        == template_ids(tokenizer, messages[:-1], add_generation_prompt=True)[starts[-1] :] + answer
+    )
     windows = split_conversation(row, encoded, tokenizer, 80)
     check(encoded, windows, anchor, starts, 80)
     assert "".join(run for w in windows for run in supervised_runs(w, tokenizer)) == "Hi " * 50
@@ -198,7 +204,10 @@ def test_calls_and_results_are_turns():
     tokenizer = chatml(TOOLS)
     call = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     result = {"role": "tool", "tool_call_id": "c", "content": "3 m"}
-    row = {"messages": [*chat("Tide?", system="Pilot."), call, result, *chat("", "3 m.", "Thanks", "Bye")[1:]], "tools": [TOOL]}
+    row = {
+        "messages": [*chat("Tide?", system="Pilot."), call, result, *chat("", "3 m.", "Thanks", "Bye")[1:]],
+        "tools": [TOOL],
+    }
     anchor, starts = find_turns(row, tokenizer)
     text = tokenizer.decode(encode(row, tokenizer)["input_ids"][anchor:])
     ids = encode(row, tokenizer)["input_ids"]
@@ -222,7 +231,9 @@ def test_what_cannot_be_cut_says_why():
     row = {"messages": chat("Hello", "x" * 200, system="s" * 60)}
     encoded = encode(row, tokenizer)
     anchor, _ = find_turns(row, tokenizer)
-    with pytest.raises(BadConversation, match=f"system prompt too long: {anchor} tokens, which leave no quarter of 92"):
+    with pytest.raises(
+        BadConversation, match=f"system prompt too long: {anchor} tokens, which leave no quarter of 92"
+    ):
         split_conversation(row, encoded, tokenizer, 92)
     assert split_conversation(row, encoded, tokenizer, -(-anchor * 4 // 3))
     late = make_tokenizer(LATE_SYSTEM, ["[INST]", "[/INST]", "<eos>"], eos="<eos>")
@@ -268,7 +279,13 @@ def test_any_lengths(data):
     mask = np.random.default_rng(length).integers(0, 2, length)
     mask[:anchor] = 0
     encoded = {"input_ids": list(range(length)), "loss_mask": mask}
-    check(encoded, cut_windows(**encoded, anchor=anchor, starts=starts, max_seq_len=max_seq_len), anchor, starts, max_seq_len)
+    check(
+        encoded,
+        cut_windows(**encoded, anchor=anchor, starts=starts, max_seq_len=max_seq_len),
+        anchor,
+        starts,
+        max_seq_len,
+    )
 
 
 @pytest.mark.parametrize("fault", ["lost window", "shifted mask", "supervised twice", "no anchor", "another token"])
@@ -351,7 +368,9 @@ def many_rows(count):
     """Chats of two to five turns, every fifth one long."""
     rows = []
     for i in range(count):
-        turns = [f"Question {i}.{k}" if k % 2 == 0 else f"Answer {i}.{k} " + "word " * (i % 7) for k in range(2 + i % 4)]
+        turns = [
+            f"Question {i}.{k}" if k % 2 == 0 else f"Answer {i}.{k} " + "word " * (i % 7) for k in range(2 + i % 4)
+        ]
         turns[1] += " and more" * (40 if i % 5 == 0 else 0)
         rows.append({"messages": chat(*turns, system="Be brief." if i % 3 else None)})
     return rows
@@ -391,7 +410,9 @@ def test_a_file_to_blocks_and_back(tmp_path, monkeypatch, shard_blocks):
         assert manifest[side]["supervised"] == sum(map(sum, blocks["loss_mask"]))
         assert manifest[side]["fill"] == manifest[side]["tokens"] / (160 * len(blocks))
     # No conversation is on both sides: their numbers are in their questions.
-    numbers = [set(re.findall(r"Question (\d+)\.", tokenizer.decode(sum(b["input_ids"], [])))) for b in splits.values()]
+    numbers = [
+        set(re.findall(r"Question (\d+)\.", tokenizer.decode(sum(b["input_ids"], [])))) for b in splits.values()
+    ]
     assert not numbers[0] & numbers[1] and len(numbers[0] | numbers[1]) == 200 and 20 < len(numbers[1]) < 60
 
 
@@ -409,7 +430,9 @@ def test_blocks_are_refused_where_they_do_not_fit(tmp_path):
     tokenizer = chatml()
     run(tmp_path, many_rows(60), tokenizer)
     folder, cache = tmp_path / "blocks", tmp_path / "cache"
-    with pytest.raises(ValueError, match="made with another chat_template .that of 'tiny'.: pack the conversations again"):
+    with pytest.raises(
+        ValueError, match="made with another chat_template .that of 'tiny'.: pack the conversations again"
+    ):
         load_blocks(folder, chatml(TOOLS), cache_dir=cache)
     with pytest.raises(ValueError, match="made with another tokenizer"):
         load_blocks(folder, chatml(merges=[("a", "b")]), cache_dir=cache)
@@ -456,7 +479,9 @@ def test_a_wrong_mask_stops_the_run(tmp_path, monkeypatch, value, word):
 
 
 def test_no_output_without_conversations(tmp_path):
-    with pytest.raises(ValueError, match="no conversation left to train on: 2 read; 2 skipped: no messages .first in line 1"):
+    with pytest.raises(
+        ValueError, match="no conversation left to train on: 2 read; 2 skipped: no messages .first in line 1"
+    ):
         run(tmp_path, [{"messages": []}] * 2)
     with pytest.raises(ValueError, match="the file is empty"):
         run(tmp_path, [])
@@ -487,7 +512,9 @@ def test_the_command(tmp_path, tokenizer_folder):
     options = ["--output", tmp_path / "blocks", "--max_seq_len", 160, "--tokenizer", tokenizer_folder]
     line = ["--input", write(tmp_path, many_rows(60)), *options, "--eval_fraction", 0.2]
     line = [sys.executable, "-m", "data.sequence_packing", *map(str, line)]
-    done = subprocess.run(line, cwd=ROOT, text=True, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8"})
+    done = subprocess.run(
+        line, cwd=ROOT, text=True, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8"}
+    )
     assert done.returncode == 0, done.stderr
     assert "60 read; " in done.stdout and "⟦Answer" in done.stdout
     run(tmp_path, many_rows(60), name="again")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import torch
 from conftest import ROOT, SIZES
 from test_conversations import CHATML, make_tokenizer
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
+
+from train_peagle import PEagleArguments, main
 
 
 WORDS = "red green blue seven birds sing over the long river at night".split()
@@ -73,7 +76,14 @@ def test_the_command_trains_a_drafter_that_loads_and_decodes(workplace, tmp_path
 def test_a_file_of_which_nothing_is_held_out_trains(workplace, tmp_path):
     folder, _ = workplace
     run = launch(
-        *("--train_file", folder / "chats.jsonl", "--target_model", folder / "target", "--output_dir", tmp_path / "out"),
+        *(
+            "--train_file",
+            folder / "chats.jsonl",
+            "--target_model",
+            folder / "target",
+            "--output_dir",
+            tmp_path / "out",
+        ),
         *("--max_seq_len", 128, "--draft_vocab_size", 64, "--max_steps", 1, "--eval_fraction", 0, "--use_cpu", "true"),
         cwd=tmp_path,
     )
@@ -84,13 +94,47 @@ def test_a_file_of_which_nothing_is_held_out_trains(workplace, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--train_file chats.jsonl"),
-        (["--train_file", "chats.jsonl", "--embeddings", "some"], "borrowed, mask_row or trained"),
-        (["--train_file", "chats.jsonl", "--save_dtype", "int8"], "float32, bfloat16 or float16"),
-        (["--train_file", "nowhere.jsonl"], "nowhere.jsonl"),
+        ({"train_file": None}, "--train_file chats.jsonl"),
+        ({"embeddings": "some"}, "borrowed, mask_row or trained"),
+        ({"save_dtype": "int8"}, "float32, bfloat16 or float16"),
+        ({"eval_fraction": 1}, "--eval_fraction is 1"),
+        ({"cod_ratio": 0}, "--cod_ratio is 0"),
+        ({"cod_floor": 1.5}, "--cod_floor 1.5"),
+        ({"remove_unused_columns": True}, "--remove_unused_columns"),
+        ({"neftune_noise_alpha": 5}, "--neftune_noise_alpha"),
     ],
 )
-def test_wrong_arguments_are_named(workplace, tmp_path, arguments, message):
+def test_wrong_arguments_are_named(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PEagleArguments(**{"train_file": "chats.jsonl", "output_dir": str(tmp_path), "use_cpu": True} | arguments)
+
+
+def arguments_for(workplace, output_dir, **changes):
     folder, _ = workplace
-    run = launch("--output_dir", tmp_path, "--use_cpu", "true", "--target_model", folder / "target", *arguments, cwd=folder)
-    assert run.returncode != 0 and message in run.stderr
+    defaults = {
+        **{"train_file": str(folder / "chats.jsonl"), "target_model": str(folder / "target"), "use_cpu": True},
+        **{"output_dir": str(output_dir), "max_seq_len": 128, "draft_vocab_size": 64, "max_steps": 1},
+        **{"eval_fraction": 0, "disable_tqdm": True, "save_steps": 1},
+    }
+    return PEagleArguments(**defaults | changes)
+
+
+def test_what_only_the_data_shows_to_be_wrong_is_named(workplace, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
+        main(arguments_for(workplace, tmp_path, train_file="nowhere.jsonl"))
+    end = workplace[1].eos_token_id
+    with pytest.raises(ValueError, match=f"--mask_token_id {end} occurs in the chats"):
+        main(arguments_for(workplace, tmp_path, mask_token_id=end))
+    with pytest.raises(ValueError, match="--dataloader_drop_last"):
+        main(arguments_for(workplace, tmp_path, per_device_train_batch_size=99, dataloader_drop_last=True))
+
+
+def test_training_is_resumed_only_with_the_same_drafter(workplace, tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint in"):
+        main(arguments_for(workplace, tmp_path, resume_from_checkpoint="true"))
+    main(arguments_for(workplace, tmp_path))
+    with pytest.raises(ValueError, match="num_hidden_layers 1 there and 2 here"):
+        main(arguments_for(workplace, tmp_path, resume_from_checkpoint="true", num_layers=2, max_steps=2))
+    main(arguments_for(workplace, tmp_path, resume_from_checkpoint="true", max_steps=2))
+    state = json.loads((tmp_path / "checkpoint-2/trainer_state.json").read_text())
+    assert state["global_step"] == 2
