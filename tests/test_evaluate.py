@@ -438,7 +438,10 @@ def test_the_verdict_is_plain(report, capsys, speeds, words):
         f"one drafter forward: {total['slots_ms']:.1f} ms for 4 slots, {total['slots_ratio']:.2f}x of one slot" in out
     )
     assert f"{total['speed_up_over_stock']:.2f}x over stock plain decoding" in out and "prepacked plain" in out
-    assert f"tau {report['total']['tau']:.2f} (1.20 to 1.60); drafting pays above tau {total['break_even_tau']:.2f}" in out
+    assert (
+        f"tau {report['total']['tau']:.2f} (1.20 to 1.60); drafting pays above tau {total['break_even_tau']:.2f}"
+        in out
+    )
 
 
 def test_the_command_notices_from_any_folder(tmp_path, target, tokenizer, drafter):
