@@ -19,6 +19,7 @@ from trl import TrlParser, pack_dataset
 from configuration_peagle import PEagleConfig
 from data.collator import PackingCollator
 from data.conversations import check_masks, load_conversations, show_supervision
+from data.target_signals import target_signals
 from modeling_peagle import PEagleModel, slot_layout, slot_visibility
 from target_peagle import DEFAULT_TARGET, load_target
 
@@ -108,7 +109,6 @@ class TargetSignals:
     def __init__(self, target, config: PEagleConfig, draft_ids: torch.LongTensor, keep: bool):
         self.target, self.layer_ids = target, config.eagle_aux_hidden_state_layer_ids
         text = target.config.get_text_config()
-        self.last = text.num_hidden_layers
         self.head = target.get_output_embeddings().weight[draft_ids.to(target.device)].float()
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.kept = {} if keep else None
@@ -122,19 +122,7 @@ class TargetSignals:
             keys = [ids.cpu().numpy().tobytes() for ids in inputs["input_ids"][0].split(lengths)]
             if all(key in self.kept for key in keys):
                 return tuple(torch.cat(parts, dim=1) for parts in zip(*(self.kept[key] for key in keys)))
-        varlen = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        # Documents stay apart only without a mask and without a cache: then `position_ids` (or the varlen arguments, for
-        # flash attention) tell where each one starts. The head is needed for the draft vocabulary only.
-        states = self.target(
-            input_ids=inputs["input_ids"],
-            position_ids=inputs["position_ids"],
-            attention_mask=None,
-            use_cache=False,
-            output_hidden_states=[*self.layer_ids, self.last],
-            logits_to_keep=1,
-            **{name: inputs[name] for name in varlen if self.target.config._attn_implementation.startswith("flash")},
-        ).hidden_states
-        signals = torch.cat([states[i] for i in self.layer_ids], dim=-1), states[self.last]
+        signals = target_signals(self.target, inputs, self.layer_ids)
         if self.kept is not None:
             parts = zip(*(signal.split(lengths, dim=1) for signal in signals))
             self.kept.update((key, tuple(part.clone() for part in pair)) for key, pair in zip(keys, parts))
