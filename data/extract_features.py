@@ -29,7 +29,11 @@ from data.target_signals import check_isolation, target_signals, to_device
 from target_peagle import load_target
 
 
-WAIT = timedelta(days=30)  # one process checks the shards that are there, and any may be done early
+def process_state() -> PartialState:
+    """This process among those that were launched together."""
+    # Processes without accelerators find each other only if told so. They wait long: one checks the shards that are
+    # there already, and any may be done early.
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=30))
 
 
 class SignalReader:
@@ -156,7 +160,7 @@ def extract_features(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}: it counts blocks, at least 1")
-    state = PartialState(timeout=WAIT)
+    state = process_state()
     progress = progress and state.is_main_process
     plan = FeaturePlan(target, tokenizer, input_folder, output, layer_ids, dtype, shard_size, revision)
     reader = SignalReader(target, plan, batch_size)
@@ -218,7 +222,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--attn_implementation", help="flash_attention_2 where it can run, else sdpa")
     args = parser.parse_args(arguments)
     try:
-        device = PartialState(timeout=WAIT).device
+        device = process_state().device
         target, tokenizer, commit = load_for_extraction(
             args.model_path, args.revision, args.attn_implementation, device
         )

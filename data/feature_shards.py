@@ -221,6 +221,7 @@ class ShardShuffle(Sampler):
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
         blocks = torch.arange(len(self.dataset)).split(self.dataset.blocks_per_shard)
-        for group in torch.randperm(len(self.dataset.names), generator=generator).split(self.dataset.cache_size):
-            together = torch.cat([blocks[shard] for shard in group])
+        shards = torch.randperm(len(self.dataset.names), generator=generator).tolist()
+        for first in range(0, len(shards), self.dataset.cache_size):
+            together = torch.cat([blocks[shard] for shard in shards[first : first + self.dataset.cache_size]])
             yield from together[torch.randperm(len(together), generator=generator)].tolist()
