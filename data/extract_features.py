@@ -92,8 +92,7 @@ class SignalReader:
 
     def write(self, shard: Shard, tensors: dict[str, torch.Tensor]) -> None:
         counts = {"blocks": len(shard.blocks), "tokens": shard.tokens, "supervised": int(tensors["loss_mask"].sum())}
-        header = self.plan.header(shard) | {name: str(count) for name, count in counts.items()}
-        write_shard(self.plan.output / shard.name, tensors, header)
+        write_shard(self.plan.output / shard.name, tensors, self.plan.notes(shard) | counts)
 
     def make_all(self, shards: list[Shard], progress: bool) -> None:
         """Fill one shard while the one before is hashed and written."""
@@ -152,7 +151,7 @@ def extract_features(
     and memory with the square of the row. ``revision``: the target's commit, for the manifest. ``progress``: show sizes,
     an estimate of the time, and a bar. In a distributed run every process calls this.
 
-    Returns the manifest, whose counts per split are those of the blocks' manifest.
+    Returns the manifest, whose counts per split are those of the blocks' manifest; to the other processes, its settings.
 
     Raises ValueError: an argument is out of range; the tokenizer or, in ``output``, a setting is another one; the target
     mixes documents; its states are not finite in ``dtype``. OSError: the features would take more than ``max_disk`` or the
@@ -180,7 +179,13 @@ def extract_features(
             raise missing
         reader.make_all(missing[state.process_index :: state.num_processes], progress)
         state.wait_for_everyone()
-        return plan.finish() if state.is_main_process else plan.settings
+        if not state.is_main_process:
+            return plan.settings
+        manifest = plan.finish()
+        if progress:
+            for split in plan.blocks:
+                print(f"{split}:", ", ".join(f"{name} {count:,}" for name, count in manifest[split].items()))
+        return manifest
     finally:
         lock.release()
 

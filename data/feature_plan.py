@@ -113,7 +113,8 @@ class FeaturePlan:
         }
         self.mark = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
 
-    def header(self, shard: Shard) -> dict[str, str]:
+    def notes(self, shard: Shard) -> dict[str, str]:
+        """What the header of a shard must say."""
         return {"name": shard.name, "settings": self.mark}
 
     def open(self, progress: bool) -> list[Shard]:
@@ -135,7 +136,7 @@ class FeaturePlan:
         shutil.rmtree(self.output / PARTIAL, ignore_errors=True)  # what a killed run left
         (self.output / PARTIAL).mkdir()
         checked = tqdm(self.shards, desc="checking shards", leave=False, disable=not progress)
-        return [shard for shard in checked if inspect_shard(self.output / shard.name, self.header(shard)) is None]
+        return [shard for shard in checked if inspect_shard(self.output / shard.name, self.notes(shard)) is None]
 
     def start(self, missing: list[Shard]) -> None:
         """Say in the folder that it is being written, and delete what is not whole, which makes room."""
@@ -173,13 +174,13 @@ class FeaturePlan:
             return manifest
         files, counts = {}, {split: {"shards": 0, "blocks": 0, "tokens": 0, "supervised": 0} for split in self.blocks}
         for shard in self.shards:
-            found = inspect_shard(self.output / shard.name, self.header(shard), tensors=False)
+            found = inspect_shard(self.output / shard.name, self.notes(shard), whole=False)
             if found is None:
                 raise ValueError(f"{self.output / shard.name} has gone or was damaged meanwhile: {AGAIN}")
             files[shard.name] = {"bytes": (self.output / shard.name).stat().st_size, "sha256": found["sha256"]}
             for name, one in {"shards": 1, **found}.items():
                 if name in counts[shard.split]:
-                    counts[shard.split][name] += int(one)
+                    counts[shard.split][name] += one
         for split, count in counts.items():
             wrong = [name for name in ("blocks", "tokens", "supervised") if count[name] != self.made[split][name]]
             if wrong:

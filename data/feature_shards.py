@@ -30,6 +30,7 @@ from data.target_signals import weights_fingerprint
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+NOTES = "peagle"  # the key of the header's metadata, JSON
 # Files are written here and then moved, because a killed safetensors leaves temporary files of random names behind.
 PARTIAL = ".partial"
 AGAIN = "run python -m data.extract_features again with the same flags: it keeps what is whole and redoes the rest"
@@ -58,14 +59,15 @@ def _move(written: Path, path: Path) -> None:
         change()
 
 
-def write_shard(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    """Write a shard and, into its header, ``metadata`` and the digest of its tensors; ``path`` is whole or not there.
+def write_shard(path: Path, tensors: dict[str, torch.Tensor], notes: dict) -> None:
+    """Write a shard and, into its header, ``notes`` and the digest of its tensors; ``path`` is whole or not there.
 
     Raises OSError where it could not be written, for want of space for example.
     """
     written = path.parent / PARTIAL / path.name
     try:
-        save_file(tensors, written, metadata | {"sha256": digest(tensors)})
+        # One entry, as safetensors writes several in random order: equal shards shall be equal files.
+        save_file(tensors, written, {NOTES: json.dumps(notes | {"sha256": digest(tensors)})})
     except SafetensorError as error:  # of the operating system's errors too
         raise OSError(f"{path} could not be written: {error}. Make room, then {AGAIN}") from error
     _move(written, path)
@@ -90,19 +92,20 @@ def read_manifest(folder: Path) -> dict:
     raise ValueError(f"{folder / MANIFEST} is not a manifest of feature shards: name another folder")
 
 
-def inspect_shard(path: Path, metadata: dict[str, str], tensors: bool = True) -> dict | None:
-    """The header's metadata where the shard is whole and has the given ``metadata``; None where not, or where it is missing.
+def inspect_shard(path: Path, expected: dict, whole: bool = True) -> dict | None:
+    """The notes in the header if the shard is there, undamaged and with the ``expected`` ones among them; else None.
 
-    ``tensors``: compare their digest too, which reads the whole file.
+    ``whole``: compare the digest of its tensors too, which reads all of it.
     """
     try:
         with safe_open(path, "pt") as shard:  # compares the file's size with its header
-            found = shard.metadata() or {}
-            if not metadata.items() <= found.items():
+            notes = json.loads(shard.metadata()[NOTES])
+            if any(notes[key] != value for key, value in expected.items()):
                 return None
-            whole = not tensors or digest({name: shard.get_tensor(name) for name in shard.keys()}) == found["sha256"]
-            return found if whole else None
-    except (OSError, SafetensorError, KeyError):
+            if whole and digest({name: shard.get_tensor(name) for name in shard.keys()}) != notes["sha256"]:
+                return None
+            return notes
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError):  # absent, cut short or not ours
         return None
 
 

@@ -1,4 +1,7 @@
-"""Hand-made packed blocks, a target and its features, for the tests of feature extraction; a plugin of pytest."""
+"""Hand-made packed blocks, a target and its features, for the tests of feature extraction; a plugin of pytest.
+
+PYTEST_DONT_REWRITE, as tests import it before pytest does.
+"""
 
 import json
 from pathlib import Path
