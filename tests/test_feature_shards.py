@@ -13,6 +13,7 @@ import torch
 from accelerate import PartialState, debug_launcher
 from conftest import SIZES, make_target
 from feature_helpers import FLOAT32, LAYERS, LONGEST, TOKEN_BYTES, assert_same, contents, make_tokenizer, write_blocks
+from filelock import FileLock
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -128,6 +129,15 @@ def test_a_folder_of_something_else_is_left_alone(target_llama, blocks, tmp_path
         extract_features(target_llama, make_tokenizer(), blocks, tmp_path, **FLOAT32)
     with pytest.raises(ValueError, match="not a manifest of feature shards"):
         extract_features(target_llama, make_tokenizer(), blocks, blocks, **FLOAT32)
+
+
+def test_two_runs_do_not_write_to_one_folder(target_llama, blocks, tmp_path):
+    (tmp_path / "out").mkdir()
+    with FileLock(tmp_path / "out" / ".lock"), pytest.raises(FileExistsError, match="another run writes"):
+        extract_features(target_llama, make_tokenizer(), blocks, tmp_path / "out", **FLOAT32)
+    extract_features(
+        target_llama, make_tokenizer(), blocks, tmp_path / "out", **FLOAT32
+    )  # the lock went with its owner
 
 
 def test_two_processes_make_the_same_shards_as_one(target_llama, blocks, features, tmp_path):
