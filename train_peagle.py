@@ -18,7 +18,9 @@ from trl import TrlParser
 
 from configuration_peagle import PEagleConfig
 from data.collator import PackingCollator
+from data.feature_shards import FeatureShards, ShardShuffle
 from data.sequence_packing import first_sample, load_blocks, pack_file
+from data.target_signals import target_signals
 from data.vocabulary import choose_draft_vocabulary, choose_mask_token, count_tokens
 from modeling_peagle import PEagleModel, slot_layout, slot_visibility
 from target_peagle import DEFAULT_TARGET, load_target
@@ -30,6 +32,8 @@ class PEagleArguments(TrainingArguments):
 
     train_file: str | None = HfArg(default=None, help="Conversations to pack in memory: JSON Lines or a data set.")
     train_dir: str | None = HfArg(default=None, help="In place of --train_file: blocks of data.sequence_packing.")
+    feature_dir: str | None = HfArg(default=None, help="In place of both: shards of data.extract_features.")
+    shard_cache_size: int = HfArg(default=4, help="Shards of --feature_dir held open at a time.")
     target_model: str | None = HfArg(
         default=None, help="Hub id or folder of the target; SmolLM2-135M-Instruct if unset."
     )
@@ -76,8 +80,10 @@ class PEagleArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         self.dataloader_pin_memory &= self.device.type != "cpu"  # torch warns otherwise
-        if (self.train_file is None) == (self.train_dir is None):
-            raise ValueError("Name what to train on: either --train_file chats.jsonl or --train_dir blocks")
+        if [self.train_file, self.train_dir, self.feature_dir].count(None) != 2:
+            raise ValueError(
+                "Name what to train on: --train_file chats.jsonl, --train_dir blocks or --feature_dir features"
+            )
         if self.save_dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"--save_dtype is {self.save_dtype!r}; choose float32, bfloat16 or float16.")
         if self.embeddings not in ("borrowed", "mask_row", "trained"):
@@ -111,7 +117,6 @@ class TargetSignals:
     def __init__(self, target, config: PEagleConfig, draft_ids: torch.LongTensor, keep: bool):
         self.target, self.layer_ids = target, config.eagle_aux_hidden_state_layer_ids
         text = target.config.get_text_config()
-        self.last = text.num_hidden_layers
         self.head = target.get_output_embeddings().weight[draft_ids.to(target.device)].float()
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.kept = {} if keep else None
@@ -119,25 +124,15 @@ class TargetSignals:
     @torch.no_grad()
     def __call__(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
         """Features `(1, tokens, layers * target_hidden_size)` and post-norm last hidden states `(1, tokens, width)`."""
+        if "features" in inputs:  # from the disk
+            return inputs["features"], inputs["last_hidden"]
         lengths = inputs["cu_seq_lens_q"].diff().tolist()
         if self.kept is not None:
             # Documents do not see each other, so each is kept by itself, under its tokens, whatever block it is packed in.
             keys = [ids.cpu().numpy().tobytes() for ids in inputs["input_ids"][0].split(lengths)]
             if all(key in self.kept for key in keys):
                 return tuple(torch.cat(parts, dim=1) for parts in zip(*(self.kept[key] for key in keys)))
-        varlen = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-        # Documents stay apart only without a mask and without a cache: then `position_ids` (or the varlen arguments, for
-        # flash attention) tell where each one starts. The head is needed for the draft vocabulary only.
-        states = self.target(
-            input_ids=inputs["input_ids"],
-            position_ids=inputs["position_ids"],
-            attention_mask=None,
-            use_cache=False,
-            output_hidden_states=[*self.layer_ids, self.last],
-            logits_to_keep=1,
-            **{name: inputs[name] for name in varlen if self.target.config._attn_implementation.startswith("flash")},
-        ).hidden_states
-        signals = torch.cat([states[i] for i in self.layer_ids], dim=-1), states[self.last]
+        signals = target_signals(self.target, inputs, self.layer_ids)
         if self.kept is not None:
             parts = zip(*(signal.split(lengths, dim=1) for signal in signals))
             self.kept.update((key, tuple(part.clone() for part in pair)) for key, pair in zip(keys, parts))
@@ -219,6 +214,11 @@ class PEagleTrainer(Trainer):
         self._record(logits, inputs["labels"][0], depth[scored])
         return (loss, {"logits": logits}) if return_outputs else loss
 
+    def _get_train_sampler(self, train_dataset=None):
+        if isinstance(self.train_dataset, FeatureShards):
+            return ShardShuffle(self.train_dataset, self.args.seed)
+        return super()._get_train_sampler(train_dataset)
+
     @torch.no_grad()
     def _record(self, logits, labels, depth):
         metrics = self._metrics["train" if self.model.training else "eval"]
@@ -258,15 +258,18 @@ def freeze(drafter: PEagleModel, embeddings: str):
         drafter.embed_tokens.weight.register_hook(lambda grad: grad * row.to(grad))
 
 
-def read_blocks(args: PEagleArguments, tokenizer, stop_ids: set[int]):
-    """The packed blocks to train and to evaluate on (a `DatasetDict`); says what they are made of."""
+def read_blocks(args: PEagleArguments, tokenizer, stop_ids: set[int]) -> dict:
+    """The packed blocks, with the target's signals or without: "train" and "eval", each a map-style dataset."""
+    if args.feature_dir is not None:
+        return {side: FeatureShards(args.feature_dir, side, args.shard_cache_size) for side in ("train", "eval")}
     if args.train_dir is not None:
-        blocks = load_blocks(args.train_dir, tokenizer)
-    else:
-        options = {"max_seq_len": args.max_seq_len, "eval_fraction": args.eval_fraction, "stop_token_ids": stop_ids}
-        blocks, _ = pack_file(args.train_file, tokenizer, progress=args.process_index == 0, **options)
-    print("a sample, supervised tokens in brackets:", first_sample(blocks["train"], tokenizer), sep="\n")
-    return blocks
+        return load_blocks(args.train_dir, tokenizer)
+    options = {"max_seq_len": args.max_seq_len, "eval_fraction": args.eval_fraction, "stop_token_ids": stop_ids}
+    return pack_file(args.train_file, tokenizer, progress=args.process_index == 0, **options)[0]
+
+
+def texts_of(blocks):
+    return blocks.texts() if isinstance(blocks, FeatureShards) else blocks
 
 
 def checkpoint_to_resume(args: PEagleArguments, config: PEagleConfig) -> str | None:
@@ -303,8 +306,8 @@ def main(args: PEagleArguments):
     stop_ids = set(stop_ids if isinstance(stop_ids, list) else [stop_ids]) - {None}
     blocks = read_blocks(args, tokenizer, stop_ids)
     train, held_out = blocks["train"], blocks["eval"]
-
-    seen, supervised = count_tokens(train, target.get_input_embeddings().weight.shape[0])
+    print("a sample, supervised tokens in brackets:", first_sample(texts_of(train), tokenizer), sep="\n")
+    seen, supervised = count_tokens(texts_of(train), target.get_input_embeddings().weight.shape[0])
     draft_ids = None
     if args.draft_vocab_size:
         draft_ids, coverage = choose_draft_vocabulary(supervised, args.draft_vocab_size, stop_ids)
@@ -327,13 +330,19 @@ def main(args: PEagleArguments):
     )
     drafter = PEagleModel.from_target(target, config, draft_ids)
     freeze(drafter, args.embeddings)
+    if args.feature_dir is not None:
+        train.check(target, tokenizer, config.eagle_aux_hidden_state_layer_ids)
 
     tokens = int(seen.sum())
-    kept = tokens * (config.num_features + config.target_hidden_size) * target.dtype.itemsize
+    size = tokens * (config.num_features + config.target_hidden_size) * target.dtype.itemsize / 1e9
+    signals = "computed anew in every epoch"
+    if args.feature_dir is not None:
+        signals = f"read from {args.feature_dir}"
+    elif args.keep_features:
+        signals = f"kept in {size:.2f} GB of memory"
     print(
-        f"{tokens:,} tokens in {len(train):,} blocks; "
-        f"{sum(p.numel() for p in drafter.parameters() if p.requires_grad):,} trainable parameters; the target's outputs take "
-        f"{kept / 1e9:.2f} GB{' of memory' if args.keep_features else ', computed anew in every epoch'}"
+        f"{tokens:,} tokens in {len(train):,} blocks; the target's outputs are {signals}; "
+        f"{sum(p.numel() for p in drafter.parameters() if p.requires_grad):,} trainable parameters"
     )
     trainer = PEagleTrainer(
         model=drafter,

@@ -44,19 +44,45 @@ def sample_slots(loss_mask, document_ids, num_depths: int, cod_ratio: float, cod
     return torch.cat(anchors), torch.cat(depths), torch.cat(scored)
 
 
+def packed_row(blocks: list[dict]) -> dict:
+    """Packed blocks (columns `input_ids` and `seq_lengths`) to one flattened row without padding.
+
+    The keys beside those below are the varlen arguments of flash attention, `cu_seq_lens_q/k` and `max_length_q/k`;
+    attention kernels that do not read them isolate the documents by the restart of `position_ids`.
+
+    | key | shape |
+    |---|---|
+    | `input_ids`, `position_ids`, `document_ids` | `(1, tokens)` |
+    """
+    lengths = torch.tensor([length for block in blocks for length in block["seq_lengths"]])
+    input_ids = torch.cat([torch.as_tensor(block["input_ids"]) for block in blocks]).long()
+    document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    ends = lengths.cumsum(0)
+    boundaries = torch.nn.functional.pad(ends, (1, 0)).int()
+    longest = int(lengths.max())
+    return {
+        "input_ids": input_ids[None],
+        "position_ids": (torch.arange(len(input_ids)) - (ends - lengths)[document_ids])[None],
+        "document_ids": document_ids[None],
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
 @dataclass
 class PackingCollator:
     """Packed blocks (columns `input_ids`, `loss_mask`, `seq_lengths`) to one flattened row without padding.
 
-    The keys of the result beside those below are the varlen arguments of flash attention, `cu_seq_lens_q/k` and
-    `max_length_q/k`; attention kernels that do not read them isolate the documents by the restart of `position_ids`.
+    The keys of the result are those of [`packed_row`] and
 
     | key | shape | |
     |---|---|---|
-    | `input_ids`, `position_ids`, `document_ids` | `(1, tokens)` | |
     | `anchor`, `depth` | `(slots,)` | see [`sample_slots`] |
     | `scored` | `(rows,)` | slots that carry a loss |
     | `labels` | `(1, rows)` | the token that each of them predicts |
+    | `features`, `last_hidden` | `(1, tokens, ...)` | where the blocks have them, see [`data.feature_shards`] |
     """
 
     num_depths: int
@@ -65,12 +91,9 @@ class PackingCollator:
     epoch: int = 0
 
     def __call__(self, blocks: list[dict]) -> dict:
-        lengths = torch.tensor([length for block in blocks for length in block["seq_lengths"]])
-        input_ids = torch.cat([torch.as_tensor(block["input_ids"]) for block in blocks]).long()
+        row = packed_row(blocks)
+        input_ids, document_ids = row["input_ids"][0], row["document_ids"][0]
         loss_mask = torch.cat([torch.as_tensor(block["loss_mask"]) for block in blocks]).bool()
-        document_ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        ends = lengths.cumsum(0)
-        position_ids = torch.arange(len(input_ids)) - (ends - lengths)[document_ids]
         # The sample depends on the blocks and the epoch alone, so that a resumed run draws it again.
         seed = hash((self.epoch, *input_ids.tolist())) % 2**63
         anchor, depth, scored = sample_slots(
@@ -81,18 +104,7 @@ class PackingCollator:
             self.cod_floor,
             torch.Generator().manual_seed(seed),
         )
-        boundaries = torch.nn.functional.pad(ends, (1, 0)).int()
-        longest = int(lengths.max())
-        return {
-            "input_ids": input_ids[None],
-            "position_ids": position_ids[None],
-            "document_ids": document_ids[None],
-            "cu_seq_lens_q": boundaries,
-            "cu_seq_lens_k": boundaries,
-            "max_length_q": longest,
-            "max_length_k": longest,
-            "anchor": anchor,
-            "depth": depth,
-            "scored": scored,
-            "labels": input_ids[(anchor + 2 + depth)[scored]][None],
-        }
+        row |= {"anchor": anchor, "depth": depth, "scored": scored}
+        for name in ("features", "last_hidden") if "features" in blocks[0] else ():
+            row[name] = torch.cat([block[name] for block in blocks])[None]
+        return row | {"labels": input_ids[(anchor + 2 + depth)[scored]][None]}

@@ -1,19 +1,20 @@
 """Which tokens the drafter can propose, and which one stands in its mask slots: both chosen by counting the blocks."""
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
 
-def count_tokens(blocks, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """How often each token occurs in the blocks (a `datasets.Dataset` with `input_ids` and `loss_mask`), and how often it
-    is supervised: two int64 arrays of shape (vocab_size,)."""
+def count_tokens(blocks: Iterable[dict], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often each token occurs in the blocks (`input_ids` and `loss_mask` each), and how often it is supervised: two
+    int64 arrays of shape (vocab_size,)."""
     seen, supervised = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.int64)
-    for batch in blocks.with_format("numpy").iter(256):
-        for ids, mask in zip(batch["input_ids"], batch["loss_mask"]):
-            seen += np.bincount(ids, minlength=vocab_size)
-            supervised += np.bincount(ids[mask.astype(bool)], minlength=vocab_size)
+    for block in blocks:
+        ids = np.asarray(block["input_ids"])
+        seen += np.bincount(ids, minlength=vocab_size)
+        supervised += np.bincount(ids[np.asarray(block["loss_mask"], bool)], minlength=vocab_size)
     return seen, supervised
 
 

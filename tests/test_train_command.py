@@ -10,9 +10,13 @@ import pytest
 import torch
 from chats import CHATML, make_tokenizer
 from conftest import ROOT, SIZES
+from safetensors.torch import load_file
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
-from train_peagle import PEagleArguments, main
+from data.extract_features import extract_features
+from data.sequence_packing import pack_conversations
+from target_peagle import load_target
+from train_peagle import PEagleArguments, PEagleTrainer, main
 
 
 WORDS = "red green blue seven birds sing over the long river at night".split()
@@ -95,7 +99,7 @@ def test_a_file_of_which_nothing_is_held_out_trains(workplace, tmp_path):
     ("arguments", "message"),
     [
         ({"train_file": None}, "--train_file chats.jsonl"),
-        ({"train_dir": "blocks"}, "either --train_file"),
+        ({"train_dir": "blocks"}, "Name what to train on"),
         ({"embeddings": "some"}, "borrowed, mask_row or trained"),
         ({"save_dtype": "int8"}, "float32, bfloat16 or float16"),
         ({"eval_fraction": 1}, "--eval_fraction is 1"),
@@ -139,3 +143,30 @@ def test_training_is_resumed_only_with_the_same_drafter(workplace, tmp_path):
     main(arguments_for(workplace, tmp_path, resume_from_checkpoint="true", max_steps=2))
     state = json.loads((tmp_path / "checkpoint-2/trainer_state.json").read_text())
     assert state["global_step"] == 2
+
+
+def test_stored_signals_train_the_drafter_that_the_target_itself_would(workplace, tmp_path):
+    folder, tokenizer = workplace
+    blocks, features = tmp_path / "blocks", tmp_path / "features"
+    stops = [tokenizer.eos_token_id]
+    pack_conversations(
+        folder / "chats.jsonl", blocks, tokenizer, max_seq_len=128, stop_token_ids=stops, progress=False
+    )
+    target, _ = load_target(str(folder / "target"))
+    extract_features(target, tokenizer, blocks, features, dtype="float32", shard_size=10**5, progress=False)
+    # One shard at a time is shuffled in another order than blocks in memory: the order is what has to differ.
+    options = {"train_file": None, "max_steps": 8, "save_steps": 8}
+    weights = []
+    for source in ({"train_dir": str(blocks)}, {"feature_dir": str(features), "shard_cache_size": 99}):
+        output = tmp_path / next(iter(source))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                PEagleTrainer, "_get_train_sampler", lambda self, dataset=None: range(len(self.train_dataset))
+            )
+            main(arguments_for(workplace, output, **options, **source))
+        weights.append(load_file(output / "checkpoint-8/model.safetensors"))
+    for name, trained in weights[0].items():
+        torch.testing.assert_close(weights[1][name], trained, atol=1e-5, rtol=1e-4)
+    main(arguments_for(workplace, tmp_path / "shuffled", **options, feature_dir=str(features), shard_cache_size=1))
+    shuffled = load_file(tmp_path / "shuffled/checkpoint-8/model.safetensors")
+    assert not torch.allclose(shuffled["fc.weight"], weights[0]["fc.weight"], atol=1e-5)
