@@ -33,7 +33,7 @@ from transformers import AutoTokenizer, GenerationConfig
 
 from data.backends import InProcess, Reply, Request, RequestFailed, Server
 from data.conversations import BadConversation, encode_conversation, read_jsonl
-from data.plans import plan_prompts, plan_self_prompted, user_ends
+from data.plans import plan_prompts, plan_self_prompted, special_ids, user_ends
 from data.windows import up_to_words
 from target_peagle import load_target
 
@@ -55,28 +55,28 @@ def _opening(messages: list[dict], tools) -> bytes:
     return hashlib.blake2b(json.dumps([opening, tools], sort_keys=True).encode(), digest_size=16).digest()
 
 
-def _fault_of_words(words: str, reply: Reply, special_ids: set[int]) -> str | None:
+def _fault_of_words(words: str, reply: Reply, special: set[int]) -> str | None:
     """Why a user turn that the target wrote is of no use; None if it is good."""
-    if not words:
+    if not reply.message["content"].strip():
         return "empty"
     if sum(map(str.isalnum, words)) < 8:
         return "too short"
     if reply.finish == "length":
         return "no end"
-    if "\ufffd" in words or special_ids & set((reply.ids or [])[:-1]):
+    if "\ufffd" in words or special & set((reply.ids or [])[:-1]):
         return "special or broken tokens"
     packed = len(zlib.compress(words.encode())) / len(words.encode())
     return "repeats itself" if len(words) > 80 and packed < 0.35 or re.search(r"(.)\1{19}", words) else None
 
 
-def _draw_words(messages, plan, tokenizer, words, ends, max_new_tokens, notes) -> Generator[Request, Reply, str]:
+def _draw_words(messages, plan, tokenizer, words, ends, notes) -> Generator[Request, Reply, str]:
     """A user turn after ``messages`` that starts with ``words``. Raises BadConversation after USER_TRIES bad ones."""
     text = up_to_words(tokenizer, messages, plan["tools"]) + words
-    options = {"max_new_tokens": min(USER_TOKENS, max_new_tokens), "temperature": 1.0, "text": text, "ends": ends}
+    options = {"max_new_tokens": USER_TOKENS, "temperature": 1.0, "text": text, "ends": ends}
     for attempt in range(USER_TRIES):
         reply = yield Request(seed=_hash(plan["seed"], len(messages), attempt), **options)
         drawn = (words + reply.message["content"]).strip()
-        fault = _fault_of_words(drawn, reply, set(tokenizer.all_special_ids))
+        fault = _fault_of_words(drawn, reply, special_ids(tokenizer))
         if fault is None:
             return drawn
         notes[f"user turn drawn again: {fault}"] += 1
@@ -90,13 +90,11 @@ def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, 
     there is to report. Raises BadConversation where there is no first answer, and what is thrown into it.
     """
     messages, tools, answers, calls = [], plan["tools"], [], []
-    special_ids = set(tokenizer.all_special_ids) if tokenizer else set()
+    special = special_ids(tokenizer) if tokenizer else set()
     try:
         for message in plan["messages"]:
             if "words" in message:
-                words = yield from _draw_words(
-                    messages, plan, tokenizer, message["words"], ends, max_new_tokens, notes
-                )
+                words = yield from _draw_words(messages, plan, tokenizer, message["words"], ends, notes)
                 messages.append({"role": "user", "content": words})
             elif message["role"] != "assistant":
                 if message["role"] == "tool" and calls:  # its result is kept, its name is the new call's
@@ -105,7 +103,7 @@ def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, 
             else:
                 seed, given = _hash(plan["seed"], len(messages)), list(messages)
                 reply = yield Request(max_new_tokens, plan["temperature"], seed, messages=given, tools=tools)
-                unsaid = special_ids & set((reply.ids or [])[:-1])
+                unsaid = special & set((reply.ids or [])[:-1])
                 if not reply.message["content"] and "tool_calls" not in reply.message:
                     raise BadConversation("empty answer")
                 if (reply.finish == "length" or unsaid) and (answers or reply.ids is None):
@@ -219,16 +217,12 @@ class _Output:
 class _Report:
     """Counts with the first case of each reason, and the progress shown."""
 
-    def __init__(self, rows: int | None, answers: int | None, max_new_tokens: int, slots: int, progress: bool):
-        self.counts, self.first, self.slots, self.shown = Counter({"in": 0, "done": 0}), {}, slots, progress
+    def __init__(self, rows: int | None, cost: str, slots: int, progress: bool):
+        self.counts, self.first, self.slots = Counter({"in": 0, "done": 0}), {}, slots
         if progress:
-            tokens = f"up to {answers} answers, {answers * max_new_tokens:,} tokens" if answers is not None else ""
-            tokens = tokens or f"up to {max_new_tokens:,} tokens an answer"
-            print(
-                f"to do: {'all' if rows is None else rows} conversations, {tokens}; time is estimated after the first batch"
-            )
+            print(f"{'all' if rows is None else rows} conversations, {cost}; the time is told after the first batch")
         self.bar = tqdm(total=rows, desc="conversations", unit=" rows", disable=not progress)
-        self.start, self.answered = time.monotonic(), 0
+        self.start, self.fresh = time.monotonic(), 0
 
     def add(self, name: str, outcome: str, detail="", notes=()) -> None:
         self.counts.update(["in", outcome])
@@ -236,12 +230,11 @@ class _Report:
         if detail:
             self.first.setdefault(outcome, f" (first in {name}: {detail})")
         self.bar.update()
-        self.answered += outcome == "done"
-        if self.answered == self.slots and outcome == "done" and self.bar.total and self.shown:
-            pace = (time.monotonic() - self.start) / self.bar.n
-            tqdm.write(
-                f"about {pace * (self.bar.total - self.bar.n) / 60:.0f} minutes are left, {pace:.1f} s a conversation"
-            )
+        self.fresh += 1
+        left = (self.bar.total or 0) - self.counts["in"]
+        if self.fresh == self.slots and left > 0 and not self.bar.disable:
+            pace = (time.monotonic() - self.start) / self.fresh
+            tqdm.write(f"about {pace * left / 60:.0f} minutes for the other {left}, {pace:.1f} s each")
 
     def __str__(self) -> str:
         return "; ".join(f"{count} {name}{self.first.get(name, '')}" for name, count in self.counts.items())
@@ -289,8 +282,9 @@ def generate_data(
     ends = user_ends(tokenizer) if prompts is None else ()
 
     def plans():
-        source = plan_self_prompted(tokenizer, max_turns, num_conversations or SELF_PROMPTED)
-        if prompts is not None:
+        if prompts is None:
+            source = plan_self_prompted(tokenizer, max_turns, num_conversations or SELF_PROMPTED)
+        else:
             source = plan_prompts(prompts, split, max_turns, num_conversations)
         for index, (name, plan) in enumerate(source):
             if isinstance(plan, dict):
@@ -301,7 +295,8 @@ def generate_data(
     def todo():
         for name, plan in plans():
             if name in store.names:
-                report.add(name, "done")
+                report.counts.update(["in", "done"])
+                report.bar.update()
                 continue
             if prompts is not None and isinstance(plan, dict):
                 opening = _opening(plan["messages"], plan["tools"])
@@ -312,14 +307,17 @@ def generate_data(
     def start(plan, notes):
         return converse(plan, tokenizer, ends, max_new_tokens, notes)
 
-    rows, answers = num_conversations, None
-    if counted:  # twice through a data set would be twice the download
-        rows, answers = 0, 0
+    rows, cost = num_conversations, f"at most {max_new_tokens:,} tokens an answer"
+    if counted:  # to go twice through a data set would be to fetch it twice
+        rows, words, answers = 0, 0, 0
         for name, plan in plans():
             rows += 1
-            if isinstance(plan, dict) and name not in store.names:
-                answers += sum("content" not in message for message in plan["messages"])
-    report = _Report(rows, answers, max_new_tokens, backend.slots, progress)
+            for message in plan["messages"] if isinstance(plan, dict) and name not in store.names else ():
+                words += "words" in message
+                answers += message["role"] == "assistant"
+        tokens = words * USER_TOKENS + answers * max_new_tokens
+        cost = f"at most {words} user turns and {answers} answers to write, {tokens:,} tokens"
+    report = _Report(rows, cost, backend.slots, progress)
     with backend, store.file, report.bar:
         for name, row, notes in run_all(todo(), backend, start):
             try:

@@ -146,8 +146,13 @@ def plan_self_prompted(tokenizer, max_turns: int | None, count: int) -> Iterator
         yield f"self-{index:06}", {"messages": lead + turns, "tools": used, "source": f"self: {topic}"}
 
 
+def special_ids(tokenizer) -> set[int]:
+    """All that decoding without special tokens drops; ``all_special_ids`` has only those with a role, as the EOS."""
+    return {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | set(tokenizer.all_special_ids)
+
+
 def user_ends(tokenizer) -> tuple[int, ...]:
     """The id that the template writes right after a user's words, if it is a special token; Mistral's is no EOS."""
     after = render(tokenizer, [{"role": "user", "content": ANSWER}], None).rpartition(ANSWER)[2]
     first = tokenizer(after, add_special_tokens=False)["input_ids"][:1]
-    return tuple(first) if set(first) & set(tokenizer.all_special_ids) else ()
+    return tuple(first) if set(first) & special_ids(tokenizer) else ()
