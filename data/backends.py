@@ -7,7 +7,7 @@ import os
 import queue
 import random
 import struct
-import time
+import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -211,7 +211,7 @@ class Server:
         self.client = httpx.Client(headers=headers, timeout=httpx.Timeout(600, connect=10))
         self.base_url, self.tokenizer, self.stop_ids = base_url.rstrip("/"), tokenizer, set(stop_ids)
         self.retries, self.first_wait, self.slots = retries, first_wait, concurrency
-        self.replies = queue.SimpleQueue()
+        self.replies, self.closed = queue.SimpleQueue(), threading.Event()
         self.model = model or self._ask("GET", "models")["data"][0]["id"]
         self.settings = {"back_end": "server", "target": self.model}  # wherever it runs the next time
 
@@ -220,7 +220,8 @@ class Server:
         return self
 
     def __exit__(self, *error):
-        self.workers.shutdown(cancel_futures=True)
+        self.closed.set()  # ends the waits between retries, so that an interrupted run stops at once
+        self.workers.shutdown(wait=False, cancel_futures=True)
         self.client.close()
 
     def submit(self, name: str, request: Request) -> None:
@@ -255,7 +256,8 @@ class Server:
             options |= {"stop": self.tokenizer.convert_ids_to_tokens(sorted(ends))} if ends else {}
             choice = self._ask("POST", "completions", {"prompt": text} | options)["choices"][0]
             message = {"role": "assistant", "content": choice["text"]}
-        return Reply(message, "length" if choice["finish_reason"] == "length" else "stop")
+        # Anything else, as the token limit or a filter, cut the answer off.
+        return Reply(message, "stop" if choice["finish_reason"] in ("stop", "tool_calls") else "length")
 
     def _ask(self, method: str, path: str, body: dict | None = None) -> dict:
         """The server's JSON. Raises RequestFailed after the last retry, BadConversation where it refuses the request,
@@ -276,6 +278,6 @@ class Server:
                     raise BadConversation("server refused", problem)
                 if response.headers.get("retry-after", "").isdigit():
                     wait = max(wait, int(response.headers["retry-after"]))
-            if attempt < self.retries:
-                time.sleep(wait)
-        raise RequestFailed(f"{self.base_url}/{path}: {problem}, asked {self.retries + 1} times")
+            if attempt == self.retries or self.closed.wait(wait):
+                break
+        raise RequestFailed(f"{self.base_url}/{path}: {problem}, asked {attempt + 1} times")

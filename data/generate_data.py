@@ -25,6 +25,7 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterator
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
@@ -336,9 +337,8 @@ def generate_data(
                 store.write(row)
                 report.add(name, "done", notes=notes)
     counts = report.counts
-    assert counts["in"] == counts["done"] + sum(
-        n for key, n in counts.items() if key.startswith(("skipped", "failed"))
-    )
+    lost = sum(count for name, count in counts.items() if name.startswith(("skipped", "failed")))
+    assert counts["in"] == counts["done"] + lost, counts
     if progress:
         print(f"{output}: {report}")
     if not counts["done"]:
@@ -351,14 +351,12 @@ def _backend(args) -> tuple[InProcess | Server, object]:
     if args.base_url is None:
         target, tokenizer = load_target(args.target_model)
         return InProcess(target, tokenizer, batch_size=args.batch_size, max_length=args.max_length), tokenizer
-    tokenizer, stop_ids = None, []
+    tokenizer, stop_ids = None, None
     if args.target_model is not None:
         tokenizer = AutoTokenizer.from_pretrained(args.target_model)
-        try:
-            ids = GenerationConfig.from_pretrained(args.target_model).eos_token_id
-            stop_ids = ids if isinstance(ids, list) else [i for i in [ids] if i is not None]
-        except OSError:  # a folder with a tokenizer alone: its EOS is what ends a turn
-            pass
+        with suppress(OSError):  # a folder with a tokenizer alone: its EOS is what ends a turn
+            stop_ids = GenerationConfig.from_pretrained(args.target_model).eos_token_id
+    stop_ids = stop_ids if isinstance(stop_ids, list) else [i for i in [stop_ids] if i is not None]
     options = {"tokenizer": tokenizer, "stop_ids": stop_ids, "concurrency": args.concurrency}
     return Server(args.base_url, args.served_model, **options), tokenizer
 

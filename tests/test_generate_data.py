@@ -48,6 +48,7 @@ def make_target(tokenizer, model=LlamaForCausalLM, config=LlamaConfig, **sizes):
     rows[-len(ends) :] *= 0.7
     target.lm_head.weight[said] = rows
     target.generation_config.eos_token_id = ends
+    target.generation_config.do_sample = True  # a server's default; it asks for temperature 0 not to
     return target
 
 
@@ -316,18 +317,19 @@ def test_a_real_server(folder, target, tokenizer, tmp_path):
         options = {"tokenizer": tokenizer, "stop_ids": target.generation_config.eos_token_id, "concurrency": 2}
         backend = Server(f"http://127.0.0.1:{port}/v1", folder, retries=60, first_wait=0.5, **options)
         output, settings = tmp_path / "out.jsonl", {"max_new_tokens": 40, "progress": False}
-        prompts = write_prompts(tmp_path / "prompts.jsonl")
-        counts = generate_data(output, backend, tokenizer, prompts=prompts, temperatures=(0.0,), **settings)["counts"]
-        rows = [row for _, row in read_jsonl(output)]
-        assert counts["in"] == 12 == counts["done"] + counts["skipped: answer without an end"] and len(rows) > 3
-        own, _ = run(
-            tmp_path / "own.jsonl", target, tokenizer, prompts=prompts, temperatures=(0.0,), max_new_tokens=40
-        )
-        texts = {row["id"]: row["messages"][-1]["content"] for row in own if row["finish"] == "stop"}
-        assert {row["id"]: row["messages"][-1]["content"] for row in rows} == texts
-        assert all("resp_ids" not in row for row in rows)
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text("".join(json.dumps({"id": i, "prompt": str(7919**i)}) + "\n" for i in range(12)))
+        settings |= {"prompts": str(prompts), "temperatures": (0.0,)}
+        counts = generate_data(output, backend, tokenizer, **settings)["counts"]
+        assert counts["in"] == 12 == counts["done"] + sum(n for key, n in counts.items() if "skipped" in key)
+        own, _ = run(tmp_path / "own.jsonl", target, tokenizer, **settings)
+        texts = {
+            row["id"]: row["messages"] for row in own if row["finish"] == "stop"
+        }  # it tells no tokens of the others
+        assert {row["id"]: row["messages"] for _, row in read_jsonl(output)} == texts and len(texts) > 1
+        assert all("resp_ids" not in row for _, row in read_jsonl(output))
         backend = Server(f"http://127.0.0.1:{port}/v1", folder, **options)
-        generate_data(tmp_path / "self.jsonl", backend, tokenizer, num_conversations=7, **settings)
+        generate_data(tmp_path / "self.jsonl", backend, tokenizer, num_conversations=3, **settings | {"prompts": None})
         assert list(islice(read_jsonl(tmp_path / "self.jsonl"), 1))
         with pytest.raises(ValueError, match="404"):
             Server(f"http://127.0.0.1:{port}/wrong", retries=0)
