@@ -130,7 +130,7 @@ def run_all(plans, backend, start) -> Iterator[tuple[str, dict | Exception, Coun
 
     ``plans``: names with a plan or an error. ``start``: makes the generator of one, from its plan and its notes.
     """
-    plans, running, finished, order, notes = iter(plans), {}, {}, deque(), {}
+    plans, more, running, finished, order, notes = iter(plans), True, {}, {}, deque(), {}
 
     def advance(name, value):
         while True:
@@ -148,9 +148,9 @@ def run_all(plans, backend, start) -> Iterator[tuple[str, dict | Exception, Coun
                 value = error  # it came from the back end, and the conversation may know what to do
 
     while True:
-        while len(running) < backend.slots and len(order) < AHEAD * backend.slots:
+        while more and len(running) < backend.slots and len(order) < AHEAD * backend.slots:
             name, plan = next(plans, (None, None))
-            if name is None:
+            if not (more := name is not None):
                 break
             order.append(name)
             notes[name] = Counter()
@@ -164,7 +164,7 @@ def run_all(plans, backend, start) -> Iterator[tuple[str, dict | Exception, Coun
             yield name, finished.pop(name), notes.pop(name)
         if running:
             advance(*backend.receive())
-        elif not order:
+        elif not more:
             return
 
 
@@ -183,9 +183,7 @@ class _Output:
             for key in settings | before:
                 if before.get(key) != settings.get(key):
                     told = f"{key} {before.get(key)!r}, not {settings.get(key)!r}"
-                    raise ValueError(
-                        f"{path} was made with {told}: repeat the command it came from, or name another output"
-                    )
+                    raise ValueError(f"{path} was made with {told}: repeat its own command or name another output")
         elif path.exists() and path.stat().st_size:
             raise ValueError(f"{path} is there, but not {self.manifest.name}: name another output")
         else:
@@ -362,9 +360,7 @@ def _backend(args) -> tuple[InProcess | Server, object]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m data.generate_data", description="Conversations whose answers the target wrote."
-    )
+    parser = argparse.ArgumentParser(prog="python -m data.generate_data", description="Conversations by the target.")
     add = parser.add_argument
     add("--output", required=True, help="JSON Lines file; one that is there is gone on with")
     add("--prompts", help="JSON Lines file, hf:// path, or data set (Hub id or folder); self-prompting if unset")
