@@ -211,7 +211,7 @@ class PEagleConfig(LlamaConfig):
                 f"{made_for}: its mask_token_id is {self.mask_token_id}, but this target has only {rows} embeddings. {fix}"
             )
         # Gemma-3 keeps one set of RoPE parameters per kind of layer.
-        rope = text.rope_parameters or {}
+        rope = getattr(text, "rope_parameters", None) or {}  # some families have none
         for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
             # Drafts lengthen the text beyond what plain decoding has read when it looks at the same token.
             if kind.get("rope_type") in ("dynamic", "longrope"):

@@ -31,6 +31,7 @@ from target_peagle import load_target
 
 
 ROOT = Path(__file__).resolve().parent
+SHOWN = 600  # characters of the prompt, from its end
 WAYS, SPEED_UPS = ("stock", "plain", "drafted"), {"speed_up": "plain", "speed_up_over_stock": "stock"}
 HEADING = "\n{name:18} prompt   new{stock} plain/s drafted/s speed-up   tau saved same  kept at depth 1, 2, ..."
 ROW = (
@@ -39,8 +40,8 @@ ROW = (
 )
 SUMMARY = """
 {speed_up:.2f}x: {verdict} {prepacked}plain decoding on this machine (95% interval {low:.2f} to {high:.2f})
-tau {tau:.2f} ({least:.2f} to {most:.2f}); it breaks even at {break_even_tau:.2f},
-  ({verify_ms:.1f} verification + {draft_ms:.1f} drafter + {host_ms:.1f} {rest}) ms a round / {plain_ms:.1f} a token
+tau {tau:.2f} ({least:.2f} to {most:.2f}); drafting pays above tau {break_even_tau:.2f}, as a round costs
+  {verify_ms:.1f} verification + {draft_ms:.1f} drafter + {host_ms:.1f} {rest} ms, and a plain token {plain_ms:.1f} ms
 a round takes {round_ms:.1f} ms: {verify_share:.0%} verification, {draft_share:.0%} drafter, {host_share:.0%} {rest}
 one drafter forward: {slots_ms:.1f} ms for {depth} slots, {slots_ratio:.2f}x of one slot, \
 {step_ratio:.2f} of a plain target step
@@ -216,14 +217,24 @@ def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationAr
         options["prepacked"] = prepacked[0] if prepacked else None
         # Warm up.
         answer_both_ways(target, drafter, prompts[0]["input_ids"], depth, 0, True, **options | {"max_new_tokens": 16})
-        for i, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=not args.quiet)):
-            if not args.quiet:
-                print(f"\n[{i + 1}/{len(prompts)}] {prompt['id']}")
-            for repeat in range(args.repeats):
-                show = TextStreamer(tokenizer, skip_special_tokens=True) if repeat == 0 and not args.quiet else None
-                order = {"seed": args.seed + repeat, "plain_first": (i + repeat) % 2 == 0, "show": show}
-                run = answer_both_ways(target, drafter, prompt["input_ids"], depth, **order, **options)
-                runs.append(run | {"prompt": i, "category": prompt["category"]})
+        try:
+            for i, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=not args.quiet)):
+                if not args.quiet:
+                    print(
+                        f"\n[{i + 1}/{len(prompts)}] {prompt['id']}\n{tokenizer.decode(prompt['input_ids'])[-SHOWN:]}"
+                    )
+                for repeat in range(args.repeats):
+                    show = (
+                        TextStreamer(tokenizer, skip_special_tokens=True) if repeat == 0 and not args.quiet else None
+                    )
+                    order = {"seed": args.seed + repeat, "plain_first": (i + repeat) % 2 == 0, "show": show}
+                    run = answer_both_ways(target, drafter, prompt["input_ids"], depth, **order, **options)
+                    runs.append(run | {"prompt": i, "category": prompt["category"]})
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            prompts = prompts[: runs[-1]["prompt"] + 1]
+            print(f"\nInterrupted: the report covers the first {len(prompts)} prompts.")
         calls = time_calls(target, drafter, prompts[0]["input_ids"], depth)
 
     def part(key, value):
@@ -276,12 +287,17 @@ def print_table(report: dict):
 
 def main(argv: list[str] | None = None) -> int:
     (args,) = HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses(argv)
-    if Path(args.drafter).is_dir() and not Path(args.drafter, "config.json").is_file():
+    # A path that is none would be taken for a Hub id, and an error of the network would hide the cause.
+    if not Path(args.drafter, "config.json").is_file() and (
+        Path(args.drafter).exists() or args.drafter.count("/") != 1
+    ):
         raise FileNotFoundError(f"There is no drafter in {args.drafter}: train one, or name one with --drafter.")
     if args.output:
         Path(args.output).touch()  # what cannot be written should fail before the measurement
     target, tokenizer = load_target(args.target, dtype=args.dtype)
     drafter = AutoModel.from_pretrained(args.drafter, trust_remote_code=True, dtype=target.dtype).to(target.device)
+    if drafter.config.to_dict().get("eagle_config") is None:
+        raise ValueError(f"{args.drafter} holds a {type(drafter).__name__}, which is no P-EAGLE drafter.")
     prompts = load_prompts(args.prompts, args.held_out_file, tokenizer, target, args.num_prompts, args.per_category)
     report = evaluate(target, tokenizer, drafter, prompts, args)
     print_table(report)
@@ -291,4 +307,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")

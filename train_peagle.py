@@ -5,8 +5,8 @@ that it learns; the drafter learns all depths of all sampled slots in one forwar
 """
 
 import os
-import re
-from collections import Counter, defaultdict
+import sys
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
@@ -14,11 +14,12 @@ import torch.nn.functional as F
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.trainer_utils import get_last_checkpoint, set_seed
-from trl import TrlParser, pack_dataset
+from trl import TrlParser
 
 from configuration_peagle import PEagleConfig
 from data.collator import PackingCollator
-from data.conversations import check_masks, load_conversations, show_supervision
+from data.sequence_packing import first_sample, load_blocks, pack_file
+from data.vocabulary import choose_draft_vocabulary, choose_mask_token, count_tokens
 from modeling_peagle import PEagleModel, slot_layout, slot_visibility
 from target_peagle import DEFAULT_TARGET, load_target
 
@@ -27,12 +28,13 @@ from target_peagle import DEFAULT_TARGET, load_target
 class PEagleArguments(TrainingArguments):
     """[`TrainingArguments`] with the drafter's; the defaults suit the default target on a laptop CPU."""
 
-    train_file: str = HfArg(default=None, help="Conversations, one JSON object with `messages` per line.")
+    train_file: str | None = HfArg(default=None, help="Conversations to pack in memory: JSON Lines or a data set.")
+    train_dir: str | None = HfArg(default=None, help="In place of --train_file: blocks of data.sequence_packing.")
     target_model: str | None = HfArg(
         default=None, help="Hub id or folder of the target; SmolLM2-135M-Instruct if unset."
     )
     eval_fraction: float = HfArg(default=0.05, help="Share of the conversations that is held out.")
-    max_seq_len: int = HfArg(default=512, help="Tokens per packed block; longer conversations are cut.")
+    max_seq_len: int = HfArg(default=512, help="Tokens per packed block; longer conversations become windows.")
     num_layers: int = HfArg(default=1, help="Layers of the drafter.")
     draft_vocab_size: int = HfArg(
         default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary."
@@ -73,8 +75,9 @@ class PEagleArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.train_file is None:
-            raise ValueError("Name the conversations to train on: --train_file chats.jsonl")
+        self.dataloader_pin_memory &= self.device.type != "cpu"  # torch warns otherwise
+        if (self.train_file is None) == (self.train_dir is None):
+            raise ValueError("Name what to train on: either --train_file chats.jsonl or --train_dir blocks")
         if self.save_dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"--save_dtype is {self.save_dtype!r}; choose float32, bfloat16 or float16.")
         if self.embeddings not in ("borrowed", "mask_row", "trained"):
@@ -245,59 +248,6 @@ class PEagleTrainer(Trainer):
         return loss, None, None
 
 
-def choose_mask_token(tokenizer, seen: set[int], stop_ids: set[int]) -> int:
-    """A token that never occurs in text: reserved by the tokenizer, unknown to the chat template, absent from the data.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer.
-        seen (`set[int]`): Ids in the training data.
-        stop_ids (`set[int]`): Ids that end a turn.
-
-    Raises:
-        ValueError: There is none; the message says how to name one.
-    """
-    template = str(tokenizer.chat_template)
-    used = (
-        seen
-        | stop_ids
-        | {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
-    )
-    free = {i: str(t) for i, t in tokenizer.added_tokens_decoder.items() if i not in used and str(t) not in template}
-    reserved = [i for i, token in free.items() if re.search("unused|reserved", token)]
-    if not free:
-        raise ValueError(
-            "The tokenizer has no reserved token left for the mask slots: name one that never occurs in your chats with "
-            "--mask_token_id."
-        )
-    return min(reserved) if reserved else max(free)
-
-
-def choose_draft_vocabulary(dataset, size: int, always: set[int]) -> tuple[torch.LongTensor, float]:
-    """The `size` most frequent supervised tokens, and the share of supervised tokens that they cover.
-
-    Args:
-        dataset (`datasets.Dataset`): Columns `input_ids` and `loss_mask`.
-        size (`int`): Size of the draft vocabulary.
-        always (`set[int]`): Tokens to include in any case (the turn's end).
-
-    Returns:
-        Ascending ids, shape `(size,)`, and a number from 0 to 1.
-    """
-    counts = Counter()
-    for row in dataset:
-        counts.update(token for token, kept in zip(row["input_ids"], row["loss_mask"]) if kept)
-    # Rarer than any seen token, the lowest ids fill up: byte-pair vocabularies list frequent tokens first.
-    ranked = [*always, *(token for token, _ in counts.most_common() if token not in always)]
-    ranked += [token for token in range(size + len(ranked)) if token not in counts and token not in always]
-    chosen = sorted(ranked[:size])
-    return torch.tensor(chosen), sum(counts[token] for token in chosen) / max(sum(counts.values()), 1)
-
-
-def pack(dataset, max_seq_len: int):
-    """Conversations to blocks of at most `max_seq_len` tokens, with the lengths of their documents in `seq_lengths`."""
-    return pack_dataset(dataset.select_columns(["input_ids", "loss_mask"]), max_seq_len, "bfd")
-
-
 def freeze(drafter: PEagleModel, embeddings: str):
     """The head stays the target's where the widths agree; `embeddings` is the option of that name."""
     same_width = drafter.config.hidden_size == drafter.config.target_hidden_size
@@ -306,6 +256,17 @@ def freeze(drafter: PEagleModel, embeddings: str):
         row = torch.zeros(drafter.config.vocab_size, 1)
         row[drafter.config.mask_token_id] = 1
         drafter.embed_tokens.weight.register_hook(lambda grad: grad * row.to(grad))
+
+
+def read_blocks(args: PEagleArguments, tokenizer, stop_ids: set[int]):
+    """The packed blocks to train and to evaluate on (a `DatasetDict`); says what they are made of."""
+    if args.train_dir is not None:
+        blocks = load_blocks(args.train_dir, tokenizer)
+    else:
+        options = {"max_seq_len": args.max_seq_len, "eval_fraction": args.eval_fraction, "stop_token_ids": stop_ids}
+        blocks, _ = pack_file(args.train_file, tokenizer, progress=args.process_index == 0, **options)
+    print("a sample, supervised tokens in brackets:", first_sample(blocks["train"], tokenizer), sep="\n")
+    return blocks
 
 
 def checkpoint_to_resume(args: PEagleArguments, config: PEagleConfig) -> str | None:
@@ -340,25 +301,18 @@ def main(args: PEagleArguments):
     target, tokenizer = load_target(args.target_model, device=args.device)
     stop_ids = target.generation_config.eos_token_id
     stop_ids = set(stop_ids if isinstance(stop_ids, list) else [stop_ids]) - {None}
-    train, held_out, report = load_conversations(
-        args.train_file,
-        tokenizer,
-        max_seq_len=args.max_seq_len,
-        eval_fraction=args.eval_fraction,
-        stop_token_ids=stop_ids,
-    )
-    check_masks(train, tokenizer)
-    print("conversations:", dict(report))
-    print("a sample, supervised tokens in brackets:", show_supervision(**train[0], tokenizer=tokenizer), sep="\n")
+    blocks = read_blocks(args, tokenizer, stop_ids)
+    train, held_out = blocks["train"], blocks["eval"]
 
+    seen, supervised = count_tokens(train, target.get_input_embeddings().weight.shape[0])
     draft_ids = None
     if args.draft_vocab_size:
-        draft_ids, coverage = choose_draft_vocabulary(train, args.draft_vocab_size, stop_ids)
+        draft_ids, coverage = choose_draft_vocabulary(supervised, args.draft_vocab_size, stop_ids)
         print(f"the draft vocabulary of {args.draft_vocab_size} covers {coverage:.2%} of the supervised tokens")
-    seen = {token for row in train for token in row["input_ids"]}
+    used = set(seen.nonzero()[0].tolist()) | stop_ids
     if args.mask_token_id is None:
-        args.mask_token_id = choose_mask_token(tokenizer, seen, stop_ids)
-    elif args.mask_token_id in seen | stop_ids:
+        args.mask_token_id = choose_mask_token(tokenizer, used)
+    elif args.mask_token_id in used:
         raise ValueError(f"--mask_token_id {args.mask_token_id} occurs in the chats: name a token that never does.")
     config = PEagleConfig.for_target(
         target,
@@ -374,36 +328,38 @@ def main(args: PEagleArguments):
     drafter = PEagleModel.from_target(target, config, draft_ids)
     freeze(drafter, args.embeddings)
 
-    blocks = pack(train, args.max_seq_len)
-    # A short file may hold nothing out, and an empty dataset cannot be packed.
-    held_out_blocks = pack(held_out, args.max_seq_len) if len(held_out) else None
-    tokens = sum(map(len, blocks["input_ids"]))
+    tokens = int(seen.sum())
     kept = tokens * (config.num_features + config.target_hidden_size) * target.dtype.itemsize
     print(
-        f"{tokens:,} tokens in {len(blocks):,} blocks, {tokens / len(blocks) / args.max_seq_len:.1%} full; "
+        f"{tokens:,} tokens in {len(train):,} blocks; "
         f"{sum(p.numel() for p in drafter.parameters() if p.requires_grad):,} trainable parameters; the target's outputs take "
         f"{kept / 1e9:.2f} GB{' of memory' if args.keep_features else ', computed anew in every epoch'}"
     )
     trainer = PEagleTrainer(
         model=drafter,
         args=args,
-        train_dataset=blocks,
-        eval_dataset=held_out_blocks,
+        train_dataset=train,
+        eval_dataset=held_out if len(held_out) else None,
         data_collator=PackingCollator(args.num_depths, args.cod_ratio, args.cod_floor),
         signals=TargetSignals(target, config, drafter.draft_ids(), args.keep_features),
     )
     if len(trainer.get_train_dataloader()) == 0:
         raise ValueError(
-            f"{len(blocks)} blocks do not fill one batch of {args.per_device_train_batch_size} on each of {args.world_size} "
+            f"{len(train)} blocks do not fill one batch of {args.per_device_train_batch_size} on each of {args.world_size} "
             "devices, and --dataloader_drop_last drops what does not: lower --batch_size or leave it false."
         )
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(args, config))
-    if held_out_blocks is not None:
+    if len(held_out):
         print("held-out conversations:", trainer.evaluate())
     if trainer.is_world_process_zero():
         drafter.to(getattr(torch, args.save_dtype)).save_pretrained(args.output_dir)
 
 
 if __name__ == "__main__":
-    (arguments,) = TrlParser(PEagleArguments).parse_args_and_config()
-    main(arguments)
+    try:
+        (arguments,) = TrlParser(PEagleArguments).parse_args_and_config()
+        main(arguments)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted: go on with --resume_from_checkpoint true")

@@ -1,7 +1,11 @@
-"""Data pipeline of the P-EAGLE drafter, one module per step.
+"""From raw chat logs to what the trainer reads, one module per step.
 
-1. ``conversations``: chat rows (JSON Lines, OpenAI format) to token ids with a loss mask.
+1. ``generate_data``: conversations whose answers the target itself wrote.
+2. ``conversations``: rows of any shape to OpenAI messages; ``chat_template``: those to token ids with a loss mask;
+   ``windows``: long chats to overlapping windows behind their system prompt.
+3. ``sequence_packing``: all of that for a file, and the windows packed into blocks.
+4. ``extract_features``: what the drafter learns from, read off the frozen target once.
+5. ``vocabulary``: the tokens that the drafter can propose; ``collator``: blocks to training rows, with COD sampling.
 
-Later steps, each a module of this package: ``generate_data`` (answers written by the target itself),
-``sequence_packing`` (conversations to packed rows) and ``extract_features`` (hidden states of the target).
+``prompts`` reads what ``evaluate_peagle.py`` asks; ``hub`` publishes the output of a step.
 """

@@ -25,7 +25,8 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 )
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 
-from data.conversations import BadConversation, encode_conversation
+from data.chat_template import encode_conversation
+from data.conversations import BadConversation
 
 
 PAGE = 32  # tokens per page of the cache; the default of 256 would waste most of a short chat's last page
@@ -177,7 +178,7 @@ class InProcess:
 def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None) -> list[int]:
     """What the target reads before it answers, as training will see it. Raises BadConversation, as encoding does."""
     probe = {"messages": [*messages, {"role": "assistant"}], "tools": tools, "resp_ids": [0]}
-    return encode_conversation(probe, tokenizer)["input_ids"][:-1]
+    return encode_conversation(probe, tokenizer)[0][0].input_ids[:-1]
 
 
 class Server:

@@ -33,7 +33,8 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer, GenerationConfig
 
 from data.backends import InProcess, Reply, Request, RequestFailed, Server
-from data.conversations import BadConversation, encode_conversation, read_jsonl
+from data.chat_template import encode_conversation
+from data.conversations import BadConversation, read_jsonl
 from data.plans import plan_prompts, plan_self_prompted, special_ids, user_ends
 from data.windows import up_to_words
 from target_peagle import load_target
@@ -245,7 +246,6 @@ def generate_data(
     tokenizer,
     *,
     prompts: str | None = None,
-    split: str = "train",
     num_conversations: int | None = None,
     temperatures: Collection[float] = (0.0, 0.7, 1.0),
     seed: int = 0,
@@ -258,7 +258,7 @@ def generate_data(
     Args:
         backend: who answers; it is entered and left here.
         tokenizer: the target's; only a server with ``prompts`` may do without (None), and then rows are not checked.
-        prompts: as for `read_rows`, with the ``split`` of a data set; None is self-prompting.
+        prompts: as for `data.conversations.read_rows`; None is self-prompting.
         num_conversations: rows of the input to use; all if unset, or SELF_PROMPTED. More may be asked for later.
         temperatures: taken in turn by the rows. ``seed``: of all sampling.
         max_new_tokens: of an answer. ``max_turns``: answers of a conversation; if unset all of a row, or one.
@@ -272,7 +272,7 @@ def generate_data(
     output, counted = Path(output), prompts is None or Path(prompts).is_file()
     if prompts is None and tokenizer is None:
         raise ValueError("self-prompting needs the target's tokenizer: name the target")
-    settings = {"prompts": prompts, "split": split, "seed": seed, "temperatures": [float(t) for t in temperatures]}
+    settings = {"prompts": prompts, "seed": seed, "temperatures": [float(t) for t in temperatures]}
     settings |= {"max_new_tokens": max_new_tokens, "max_turns": max_turns} | backend.settings
     if prompts is not None and counted:
         with open(prompts, "rb") as file:
@@ -284,7 +284,7 @@ def generate_data(
         if prompts is None:
             source = plan_self_prompted(tokenizer, max_turns, num_conversations or SELF_PROMPTED)
         else:
-            source = plan_prompts(prompts, split, max_turns, num_conversations)
+            source = plan_prompts(prompts, max_turns, num_conversations)
         for index, (name, plan) in enumerate(source):
             if isinstance(plan, dict):
                 plan |= {"id": name, "temperature": settings["temperatures"][index % len(temperatures)]}
@@ -364,7 +364,6 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--output", required=True, help="JSON Lines file; one that is there is gone on with")
     add("--prompts", help="JSON Lines file, hf:// path, or data set (Hub id or folder); self-prompting if unset")
-    add("--split", default="train", help="of a data set (%(default)s)")
     add("--target_model", help="folder or Hub id; SmolLM2-135M-Instruct if unset. With --base_url only its tokenizer")
     add("--base_url", help="OpenAI-compatible server, as http://localhost:8000/v1; its key in OPENAI_API_KEY")
     add("--served_model", help="the target's name on the server; the first it lists if unset")
@@ -383,7 +382,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most (%(default)s)")
     add("--max_turns", type=int, help="answers of a conversation at most; if unset all of a row, one self-prompted")
     args = parser.parse_args(arguments)
-    names = ("prompts", "split", "num_conversations", "temperatures", "seed", "max_new_tokens", "max_turns")
+    names = ("prompts", "num_conversations", "temperatures", "seed", "max_new_tokens", "max_turns")
     try:
         backend, tokenizer = _backend(args)
         generate_data(args.output, backend, tokenizer, **{name: getattr(args, name) for name in names})

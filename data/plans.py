@@ -3,13 +3,9 @@
 import json
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 
-from datasets import load_dataset
-from huggingface_hub import HfFileSystem, hf_hub_download
-
-from data.backends import prompt_ids
-from data.conversations import BadConversation, clean_messages, read_jsonl, render
+from data.chat_template import render
+from data.conversations import ROLES, BadConversation, read_conversation, read_message, read_rows
 from data.windows import ANSWER
 
 
@@ -53,33 +49,11 @@ TOPICS = (
 )
 
 
-def _without_nulls(value):
-    """Arrow gives every row the keys of all rows; those that a row had not come as nulls."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
-
-
-def read_rows(prompts: str, split: str = "train") -> Iterator[tuple[int, dict | BadConversation]]:
-    """Number from 1 and row of a JSON Lines file (local or ``hf://``, which is then fetched once), or of a data set: a
-    folder or a Hub id, streamed. Raises OSError or ValueError where there is no such thing."""
-    if prompts.startswith("hf://"):
-        place = HfFileSystem().resolve_path(prompts)
-        where = {"repo_type": place.repo_type, "revision": place.revision}
-        return read_jsonl(hf_hub_download(place.repo_id, place.path_in_repo, **where))
-    if Path(prompts).is_file():
-        return read_jsonl(prompts)
-    if prompts.endswith((".jsonl", ".json")):
-        raise FileNotFoundError(f"there is no file {prompts}")
-    rows = load_dataset(prompts, split=split, streaming=True)
-    return enumerate((_without_nulls(row) for row in rows), start=1)
-
-
 def plan_row(row: dict, max_turns: int | None) -> dict:
     """The ``messages`` of a prompt row, with an empty assistant message wherever the target is to answer, and its
     ``tools``. Raises BadConversation."""
     match row:
-        case {"messages": [_, *_] as messages}:
+        case {"messages": [_, *_] as messages} | {"conversations": [_, *_] as messages}:
             pass
         case {"turns": [_, *_] as turns}:
             messages = [m for turn in turns for m in ({"role": "user", "content": turn}, {"role": "assistant"})]
@@ -87,31 +61,32 @@ def plan_row(row: dict, max_turns: int | None) -> dict:
             messages = [{"role": "user", "content": text}]
         case _:
             raise BadConversation("no messages, prompt or turns")
-    answer, planned, places, tools = {"role": "assistant", "content": ANSWER}, [], [], row.get("tools") or None
-    for message in [*messages, answer]:
-        if isinstance(message, dict) and message.get("role") == "assistant":
-            message = answer
+    answer, planned, places = {"role": "assistant"}, [], []
+    for index, message in enumerate([*messages, answer]):
+        role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+        if isinstance(role, str) and ROLES.get(role) == "assistant" or role == "function_call":
             if planned and planned[-1] is answer:  # of answers with nothing in between, the target writes one
                 continue
             places.append(len(planned))
-        planned.append(message)
-    if isinstance(tools, str):  # as the Hub's data sets keep them
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise BadConversation("tools are not valid JSON", str(error)) from error
-    cleaned = clean_messages({"messages": planned[: places[:max_turns][-1] + 1]})
+            planned.append(answer)
+        else:
+            planned.append(read_message(message, index, False))
+    if not places[0]:
+        raise BadConversation("starts with an assistant turn")  # there is nothing that it could answer
+    planned = planned[: places[:max_turns][-1] + 1]
+    probe = [message | {"content": ANSWER} if message is answer else message for message in planned]
+    _, tools = read_conversation({"messages": probe, "tools": row.get("tools")})
     try:
-        json.dumps([cleaned, tools], ensure_ascii=False).encode()
+        json.dumps([planned, tools], ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON may spell but no file and no tokenizer takes
         raise BadConversation("text is not valid Unicode") from None
-    return {"messages": [{"role": "assistant"} if m["role"] == "assistant" else m for m in cleaned], "tools": tools}
+    return {"messages": planned, "tools": tools}
 
 
-def plan_prompts(prompts, split, max_turns, limit) -> Iterator[tuple[str, dict | BadConversation]]:
+def plan_prompts(prompts, max_turns, limit) -> Iterator[tuple[str, dict | BadConversation]]:
     """Name and plan of each of the first ``limit`` rows; the name is the row's own ``id`` if it is the first with it."""
     names = set()
-    for number, row in islice(read_rows(prompts, split), limit):
+    for number, row in islice(read_rows(prompts), limit):
         name, plan = f"line-{number}", row
         if isinstance(row, dict):
             own = str(row.get("id", row.get("question_id", name)))
@@ -126,16 +101,14 @@ def plan_prompts(prompts, split, max_turns, limit) -> Iterator[tuple[str, dict |
 
 def plan_self_prompted(tokenizer, max_turns: int | None, count: int) -> Iterator[tuple[str, dict]]:
     """``count`` plans over all topics. A user message without content is for the target to write, after ``words``."""
-    user = {"role": "user", "content": ANSWER}
-
-    def takes(lead, tools):
-        try:
-            return bool(prompt_ids(tokenizer, [*lead, user], tools))
-        except BadConversation:
-            return False
-
-    with_system = takes([{"role": "system", "content": ANSWER}], None)
-    tools = TOOLS if takes([], TOOLS) else None
+    user = [{"role": "user", "content": ANSWER}]
+    try:
+        with_system = "peagle-system" in render(
+            tokenizer, [{"role": "system", "content": "peagle-system"}, *user], None
+        )
+    except BadConversation:
+        with_system = False
+    tools = TOOLS if render(tokenizer, user, TOOLS) != render(tokenizer, user, None) else None
     for index in range(count):
         topic, system, openings = TOPICS[index % len(TOPICS)]
         words = openings[index // len(TOPICS) % len(openings)]

@@ -4,7 +4,8 @@ from collections import Counter
 
 from jinja2 import TemplateError
 
-from data.conversations import BadConversation, load_conversations, read_jsonl
+from data.conversations import BadConversation, read_jsonl, read_rows
+from data.windows import Report, read_windows
 
 
 def read_prompts(path, tokenizer) -> list[dict]:
@@ -42,9 +43,10 @@ def held_out_prompts(path, tokenizer, target) -> list[dict]:
     split = {"max_seq_len": PEagleArguments.max_seq_len, "eval_fraction": PEagleArguments.eval_fraction}
     stop_ids = target.generation_config.eos_token_id
     split["stop_token_ids"] = stop_ids if isinstance(stop_ids, list) else [stop_ids]
-    _, held_out, _ = load_conversations(path, tokenizer, progress=False, **split)
-    rows = enumerate(zip(held_out["input_ids"], held_out["prompt_length"]))
-    return [{"id": f"held-out-{i}", "category": "held-out", "input_ids": ids[:size]} for i, (ids, size) in rows]
+    chats = read_windows(read_rows(path), tokenizer, Report(), {}, **split)
+    held_out = [windows[0] for _, side, windows in chats if side == "eval" and windows[0]["loss_mask"].any()]
+    prompts = [window["input_ids"][: window["loss_mask"].argmax()].tolist() for window in held_out]
+    return [{"id": f"held-out-{i}", "category": "held-out", "input_ids": ids} for i, ids in enumerate(prompts)]
 
 
 def load_prompts(

@@ -4,10 +4,9 @@ Conversations are encoded, de-duplicated and split into train and eval; then tho
 (`data.windows`), and the windows of each side are packed into blocks of at most ``max_seq_len`` tokens.
 
 The output folder is laid out as a data set of the Hub: ``data/train-00000-of-00002.parquet``, ``data/eval-...`` and
-``manifest.json``. Parquet, because shards can be written one by one, which bounds what is held in memory, and are what the Hub
-stores; a third of the size of Arrow files. `load_blocks` reads the folder. It is written beside its final place under a
-name with ``.partial-`` in it and renamed once the manifest is in it, so a folder of the final name is always whole. A
-killed run is simply run again (its ``.partial-`` folder may be deleted); a run never touches an output that is there.
+``manifest.json``. It grows in ``<output>.partial``, chunk by chunk, and is renamed once the manifest is in it, so a folder
+of the final name is always whole. A killed run goes on after its last chunk and makes the very same files; a run never
+touches an output that is there.
 """
 
 import argparse
@@ -15,11 +14,13 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
+from itertools import dropwhile, islice
 from pathlib import Path
 
 import numpy as np
@@ -35,28 +36,25 @@ from datasets import (
     enable_progress_bars,
     load_dataset,
 )
+from filelock import FileLock, Timeout
+from pyarrow.parquet import ParquetFile
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, GenerationConfig
 from trl import pack_dataset
 
 from configuration_peagle import tokenizer_fingerprint
-from data.conversations import (
-    BadConversation,
-    check_masks,
-    encode_conversation,
-    is_eval,
-    read_jsonl,
-    show_supervision,
-)
-from data.windows import split_conversation
+from data.chat_template import show_supervision
+from data.conversations import read_rows
+from data.hub import add_hub_arguments, publish
+from data.windows import Report, read_windows
+from target_peagle import load_tokenizer
 
 
 BLOCKS = Features(
     {"input_ids": List(Value("int32")), "loss_mask": List(Value("int8")), "seq_lengths": List(Value("int32"))}
 )
-# Packed at a time. More would fill no better (the last few of a shard stay open), and 1024 blocks of 4096 tokens take
-# 190 MB of memory while they are packed, beside the 460 MB of the imports.
-SHARD_BLOCKS = 1024
+SIDES = ("train", "eval")
+# Packed and written at a time, which bounds the memory. More would fill no better: only the last blocks stay open.
+CHUNK_TOKENS, CHUNK_BLOCKS = 2**20, 64
 MANIFEST = "manifest.json"
 
 
@@ -66,6 +64,8 @@ def pack_windows(windows: list[dict[str, np.ndarray]], max_seq_len: int) -> Data
     Best-fit decreasing; ``seq_lengths`` of a block holds the lengths of its windows in their order.
     Raises ValueError where a window is longer than ``max_seq_len``, as packing would cut it.
     """
+    if not windows:
+        return Dataset.from_dict({name: [] for name in BLOCKS}, BLOCKS)
     lengths = [len(window["input_ids"]) for window in windows]
     if max(lengths) > max_seq_len:
         raise ValueError(f"a window of {max(lengths)} tokens does not fit into blocks of {max_seq_len}: cut it first")
@@ -73,48 +73,105 @@ def pack_windows(windows: list[dict[str, np.ndarray]], max_seq_len: int) -> Data
     offsets = pa.array(np.cumsum([0, *lengths]), pa.int32())
     columns = {name: np.concatenate([window[name] for window in windows]) for name in ("input_ids", "loss_mask")}
     table = pa.table({name: pa.ListArray.from_arrays(offsets, pa.array(column)) for name, column in columns.items()})
-    return pack_dataset(Dataset(table), max_seq_len, "bfd", {"batch_size": None})
+    with quiet_datasets():
+        return pack_dataset(Dataset(table), max_seq_len, "bfd", {"batch_size": None})
 
 
-class _Side:
-    """One split on its way to the disk: windows are gathered until they fill a shard, then packed and written."""
+@contextmanager
+def quiet_datasets():
+    """Without the bars of datasets, of which every step of every chunk would show one."""
+    disabled = are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not disabled:
+            enable_progress_bars()
 
-    def __init__(self, name: str, folder: Path, max_seq_len: int):
-        self.name, self.folder, self.max_seq_len = name, folder, max_seq_len
-        self.waiting, self.waiting_tokens = [], 0
-        self.counts = Counter(shards=0, blocks=0, windows=0, windows_without_supervision=0, tokens=0, supervised=0)
 
-    def add(self, windows: list[dict[str, np.ndarray]]) -> None:
-        """Take all windows of one conversation."""
-        self.waiting += windows
-        self.waiting_tokens += sum(len(window["input_ids"]) for window in windows)
-        if self.waiting_tokens >= SHARD_BLOCKS * self.max_seq_len:
-            self.write()
+def pack_file(source, tokenizer, *, max_seq_len: int, progress: bool = True, **options) -> tuple[DatasetDict, Report]:
+    """All blocks of a conversation file in memory, for a file that is small enough; see `read_windows` for the options.
 
-    def write(self) -> None:
-        if not self.waiting:
-            return
-        blocks = pack_windows(self.waiting, self.max_seq_len)
-        blocks.to_parquet(self.folder / f"{self.name}-{self.counts['shards']:05}.parquet")
-        supervised = [int(window["loss_mask"].sum()) for window in self.waiting]
-        self.counts.update(
-            shards=1,
-            blocks=len(blocks),
-            windows=len(self.waiting),
-            windows_without_supervision=supervised.count(0),
-            tokens=self.waiting_tokens,
-            supervised=sum(supervised),
-        )
-        self.waiting, self.waiting_tokens = [], 0
+    Returns the blocks (columns of BLOCKS), splits "train" and "eval", and the report, which is printed if ``progress``.
+    """
+    report, windows = Report(), {side: [] for side in SIDES}
+    rows = tqdm(read_rows(source), desc="conversations", unit=" rows", disable=not progress)
+    for _, side, cut in read_windows(rows, tokenizer, report, {}, max_seq_len=max_seq_len, **options):
+        windows[side] += cut
+    if progress:
+        print(f"{source}: {report}")
+    report.check(options["eval_fraction"])
+    return DatasetDict({side: pack_windows(windows[side], max_seq_len) for side in SIDES}), report
 
-    def close(self) -> dict:
-        """Write the rest, give the shards their final names and return the counts."""
-        self.write()
-        names = _shard_names(self.name, self.counts["shards"])
-        for index, name in enumerate(names):
-            os.rename(self.folder / f"{self.name}-{index:05}.parquet", self.folder / name)
-        capacity = self.counts["blocks"] * self.max_seq_len
-        return {**self.counts, "fill": self.counts["tokens"] / capacity if capacity else None}
+
+class Progress:
+    """What an unfinished run has done: in ``folder``, the settings, one record for each chunk, and the blocks so far.
+
+    Raises ValueError where it was begun with other ``settings`` (a dict that JSON can hold).
+    """
+
+    def __init__(self, folder: Path, settings: dict):
+        self.folder, self.blocks = folder, folder / "blocks"
+        self.row, self.report, self.seen = 0, Report(), {}
+        self.counts = {side: Counter(shards=0, **dict.fromkeys(COUNTS, 0)) for side in SIDES}
+        (self.blocks / "data").mkdir(parents=True, exist_ok=True)
+        record = folder / "settings.json"
+        if record.exists():
+            begun = json.loads(record.read_text())
+            if differ := [name for name in settings if begun.get(name) != settings[name]]:
+                raise ValueError(f"{folder} is an unfinished run with another {', '.join(differ)}: delete it first")
+        write_atomically(record, json.dumps(settings).encode())
+        self.chunk = 0
+        while (record := folder / f"chunk-{self.chunk:05}.json").exists():
+            done = json.loads(record.read_text())
+            self.row, self.report = done["row"], Report(done["counts"], done["first"])
+            self.counts = {side: Counter(done[side]) for side in SIDES}
+            digests = bytes.fromhex(done["digests"])
+            self.seen.update(dict.fromkeys(digests[i : i + 16] for i in range(0, len(digests), 16)))
+            self.chunk += 1
+
+    def write(self, row: int, windows: dict[str, list], known: int, max_seq_len: int) -> None:
+        """Pack and write one chunk, which ends with ``row``; the digests in ``seen`` from number ``known`` on are its own."""
+        for side, gathered in windows.items():
+            if not gathered:
+                continue
+            blocks = pack_windows(gathered, max_seq_len)
+            supervised = [int(window["loss_mask"].sum()) for window in gathered]
+            target = self.blocks / "data" / f"{side}-{self.counts[side]['shards']:05}.parquet"
+            with quiet_datasets():
+                blocks.to_parquet(f"{target}.tmp")
+            os.replace(f"{target}.tmp", target)
+            values = (
+                len(blocks),
+                len(gathered),
+                supervised.count(0),
+                sum(map(len, blocks["input_ids"])),
+                sum(supervised),
+            )
+            self.counts[side].update(shards=1, **dict(zip(COUNTS, values)))
+        record = {"row": row, "counts": self.report.counts, "first": self.report.first, **self.counts}
+        record["digests"] = b"".join(islice(self.seen, known, None)).hex()
+        write_atomically(self.folder / f"chunk-{self.chunk:05}.json", json.dumps(record).encode())
+        self.chunk += 1
+
+    def finish(self, manifest: dict, output: Path) -> None:
+        """Give the shards their final names, write the manifest, and move all to ``output``."""
+        for side in SIDES:
+            for index, name in enumerate(_shard_names(side, self.counts[side]["shards"])):
+                begun = self.blocks / "data" / f"{side}-{index:05}.parquet"
+                if begun.exists():  # a run killed here may have renamed it
+                    os.rename(begun, self.blocks / "data" / name)
+        (self.blocks / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        os.rename(self.blocks, output)
+        shutil.rmtree(self.folder)
+
+
+COUNTS = ("blocks", "windows", "windows_without_supervision", "tokens", "supervised")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    path.with_suffix(".tmp").write_bytes(content)
+    os.replace(path.with_suffix(".tmp"), path)
 
 
 def _shard_names(side: str, shards: int) -> list[str]:
@@ -127,7 +184,7 @@ def _template_hash(tokenizer) -> str:
 
 
 def pack_conversations(
-    input_file,
+    source,
     output,
     tokenizer,
     *,
@@ -136,96 +193,104 @@ def pack_conversations(
     stop_token_ids: Collection[int] = (),
     progress: bool = True,
 ) -> dict:
-    """Encode, de-duplicate, split, cut and pack a JSON Lines file of conversations into the folder ``output``.
+    """Encode, de-duplicate, split, cut and pack conversations into the folder ``output``, going on with a killed run.
 
-    ``tokenizer``: a fast one with a chat template. ``max_seq_len``: tokens per block, at least 8. ``eval_fraction``: the
-    share of the conversations that goes to eval, by their own text, so that no conversation is on both sides and none
-    changes sides when rows are added. ``stop_token_ids``: as for `encode_conversation`. ``progress``: show a bar, then
-    the counts and one window with its supervised tokens in brackets.
+    ``source``: see `read_rows`. ``tokenizer``: a fast one with a chat template. ``max_seq_len``: tokens per block, at least 8.
+    See `read_windows` for the rest. ``progress``: show a bar, then the counts and one window with its supervised tokens in
+    brackets.
 
-    Returns the manifest. Its "conversations" counts "read" = "train" + "eval" + all "skipped: <reason>"; "cut into
-    windows" counts among the kept. Memory does not grow with the file, but for 100 bytes per conversation, by which
-    duplicates are known.
+    Returns the manifest. Its "conversations" are the counts of a [`Report`]. Memory does not grow with the file, but for
+    about 100 bytes per conversation, by which duplicates are known.
 
-    Raises ValueError: an argument is out of range, the tokenizer is unfit, all masks are zero or one, or nothing is
-    left to train on. FileExistsError: there is something in ``output``. OSError: reading or writing failed. After any
-    of these there is no output.
+    Raises ValueError: an argument is out of range, the tokenizer is unfit, all masks are zero or one, nothing is left to
+    train on, or the unfinished run has other settings. FileExistsError: there is something in ``output``. OSError: reading or
+    writing failed. After any of these there is no output; what is done stays in ``<output>.partial``.
     """
-    input_file, output = Path(input_file), Path(output)
-    if max_seq_len < 8 or not 0 <= eval_fraction <= 1:
-        raise ValueError(f"need max_seq_len >= 8 and 0 <= eval_fraction <= 1, got {max_seq_len} and {eval_fraction}")
+    output = Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} is there already: delete it, or name another output")
-    with input_file.open("rb") as file:
-        source = {"name": input_file.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    quiet = are_progress_bars_disabled()
-    disable_progress_bars()  # datasets would show several for each shard
+    settings = {
+        "max_seq_len": max_seq_len,
+        "eval_fraction": eval_fraction,
+        "input": fingerprint(source),
+        "tokenizer_hash": tokenizer_fingerprint(tokenizer),
+        "chat_template_hash": _template_hash(tokenizer),
+        "stop_token_ids": sorted(stop_token_ids),
+    }
+    partial = output.with_name(f"{output.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(prefix=f"{output.name}.partial-", dir=output.parent) as partial:
-            folder = Path(partial, "blocks")  # the temporary folder itself is for the owner's eyes only
-            (folder / "data").mkdir(parents=True)
-            sides = {name: _Side(name, folder / "data", max_seq_len) for name in ("train", "eval")}
-            report, sample = _fill(sides, input_file, tokenizer, max_seq_len, eval_fraction, stop_token_ids, progress)
-            manifest = {
-                "max_seq_len": max_seq_len,
-                "eval_fraction": eval_fraction,
-                "input": source,
-                "tokenizer": tokenizer.name_or_path,
-                "tokenizer_hash": tokenizer_fingerprint(tokenizer),
-                "chat_template_hash": _template_hash(tokenizer),
-                "stop_token_ids": sorted(stop_token_ids),
-                "conversations": dict(report),
-                **{name: side.close() for name, side in sides.items()},
-                "versions": {"python": platform.python_version()}
-                | {name: version(name) for name in ("transformers", "tokenizers", "datasets", "trl")},
-            }
-            (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-            os.rename(folder, output)
+        with FileLock(partial / "lock", timeout=0):
+            done = Progress(partial, settings)
+            rows = tqdm(read_rows(source), desc="conversations", unit=" rows", disable=not progress)
+            options = {"eval_fraction": eval_fraction, "stop_token_ids": stop_token_ids}
+            write_chunks(done, rows, tokenizer, max_seq_len=max_seq_len, **options)
+            if progress:
+                print(f"{source}: {done.report}")
+            try:
+                done.report.check(eval_fraction)
+            except ValueError:
+                shutil.rmtree(partial)  # another run would come to the same end
+                raise
+            manifest = settings | {"tokenizer": tokenizer.name_or_path, "conversations": dict(done.report.counts)}
+            for side in SIDES:
+                capacity = done.counts[side]["blocks"] * max_seq_len
+                manifest[side] = done.counts[side] | {
+                    "fill": done.counts[side]["tokens"] / capacity if capacity else None
+                }
+            manifest["versions"] = {"python": platform.python_version()}
+            manifest["versions"] |= {name: version(name) for name in ("transformers", "tokenizers", "datasets", "trl")}
+            done.finish(manifest, output)
+    except Timeout:
+        raise ValueError(f"another run is writing {output}: wait for it, or name another output") from None
     finally:
-        if not quiet:
-            enable_progress_bars()
+        if partial.exists() and not (partial / "chunk-00000.json").exists():
+            shutil.rmtree(partial)  # nothing to go on with
     if progress:
-        for name in sides:
-            print(
-                f"{name}:", ", ".join(f"{key} {value:,}" for key, value in manifest[name].items() if value is not None)
-            )
-        print("a sample, supervised tokens in brackets:", show_supervision(**sample, tokenizer=tokenizer), sep="\n")
+        for side in SIDES:
+            print(f"{side}:", ", ".join(f"{key} {n:,}" for key, n in manifest[side].items() if n is not None))
+        print("a sample, supervised tokens in brackets:", first_sample(blocks_of(output), tokenizer), sep="\n")
     return manifest
 
 
-def _fill(sides, input_file, tokenizer, max_seq_len, eval_fraction, stop_token_ids, progress) -> tuple[Counter, dict]:
-    """Bring every conversation of the file into its side. Returns the counts and the first supervised window."""
-    report, first, seen, sample = Counter(), {}, set(), None
-    for number, row in tqdm(read_jsonl(input_file), desc="conversations", unit=" rows", disable=not progress):
-        report["read"] += 1
-        try:
-            if isinstance(row, BadConversation):
-                raise row
-            encoded = encode_conversation(row, tokenizer, stop_token_ids)
-            if len(set(encoded["loss_mask"])) == 1:  # a fault of the template: each chat has a prompt and an answer
-                check_masks(Dataset.from_dict({"loss_mask": [encoded["loss_mask"]]}), tokenizer)
-            digest = hashlib.blake2b(np.array(encoded["input_ids"], np.int32).tobytes(), digest_size=16).digest()
-            if digest in seen:
-                raise BadConversation("duplicate")
-            windows = split_conversation(row, encoded, tokenizer, max_seq_len)
-        except BadConversation as bad:
-            report[f"skipped: {bad.reason}"] += 1
-            first.setdefault(f"skipped: {bad.reason}", f" (first in line {number}: {bad})")
-            continue
-        seen.add(digest)
-        side = "eval" if is_eval(row, eval_fraction) else "train"
-        sides[side].add(windows)
-        report.update([side] + ["cut into windows"] * (len(windows) > 1))
-        sample = sample or next((window for window in windows if window["loss_mask"].any()), None)
+def write_chunks(done: Progress, rows, tokenizer, *, max_seq_len: int, **options) -> None:
+    """Write all chunks of ``rows`` that are not written yet."""
+    size, started = max(CHUNK_TOKENS, CHUNK_BLOCKS * max_seq_len), done.row
+    left = dropwhile(lambda numbered: numbered[0] <= started, rows)
+    windows, tokens, known = {side: [] for side in SIDES}, 0, len(done.seen)
+    for row, side, cut in read_windows(left, tokenizer, done.report, done.seen, max_seq_len=max_seq_len, **options):
+        windows[side] += cut
+        tokens += sum(len(window["input_ids"]) for window in cut)
+        if tokens >= size:
+            done.write(row, windows, known, max_seq_len)
+            windows, tokens, known = {side: [] for side in SIDES}, 0, len(done.seen)
+    if started < sys.maxsize:  # else the last chunk is written
+        done.write(sys.maxsize, windows, known, max_seq_len)
 
-    assert report["read"] == report["train"] + report["eval"] + sum(report[reason] for reason in first), report
-    counts = "; ".join(f"{count} {name}{first.get(name, '')}" for name, count in report.items())
-    if progress:
-        print(f"{input_file}: {counts}")
-    if not report["train"] and (not report["eval"] or eval_fraction < 1):
-        raise ValueError(f"{input_file}: no conversation left to train on: {counts or 'the file is empty'}")
-    return report, sample
+
+def first_sample(blocks: Iterable[dict], tokenizer) -> str:
+    """The first document with supervised tokens, in text; see `show_supervision`."""
+    for block in blocks:
+        ends = np.cumsum(block["seq_lengths"])
+        for start, end in zip(ends - block["seq_lengths"], ends):
+            if any(mask := block["loss_mask"][start:end]):
+                return show_supervision(block["input_ids"][start:end], mask, tokenizer)
+    return "none"
+
+
+def blocks_of(folder: Path) -> Iterator[dict]:
+    """The blocks of a folder one by one, those of train first."""
+    for shard in sorted((folder / "data").iterdir(), reverse=True):
+        for batch in ParquetFile(shard).iter_batches(batch_size=16):
+            yield from batch.to_pylist()
+
+
+def fingerprint(source) -> dict:
+    """Name and, of a local file, content hash of what is read."""
+    if not Path(source).is_file():
+        return {"name": str(source)}
+    with open(source, "rb") as file:
+        return {"name": Path(source).name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def load_blocks(folder, tokenizer=None, *, cache_dir=None) -> DatasetDict:
@@ -267,28 +332,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m data.sequence_packing", description="Conversations to packed training blocks."
     )
-    parser.add_argument("--input", required=True, help="conversations, one JSON object with `messages` per line")
+    parser.add_argument(
+        "--input", required=True, help="conversations: JSON Lines, local or hf://, or a data set of the Hub"
+    )
     parser.add_argument("--output", required=True, help="folder for the blocks; it must not exist yet, or be empty")
     parser.add_argument("--max_seq_len", type=int, default=4096, help="tokens per block and window (%(default)s)")
-    parser.add_argument(
-        "--tokenizer", required=True, help="the target: folder or Hub id with tokenizer and chat template"
-    )
+    parser.add_argument("--tokenizer", help="the target: folder or Hub id; the default target's if unset")
     parser.add_argument("--eval_fraction", type=float, default=0.05, help="share held out for eval (%(default)s)")
+    add_hub_arguments(parser)
     args = parser.parse_args(arguments)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-        try:
-            stop_ids = GenerationConfig.from_pretrained(args.tokenizer).eos_token_id
-        except OSError:  # a folder with a tokenizer alone: its EOS is what ends a turn
-            stop_ids = None
-        pack_conversations(
-            args.input,
-            args.output,
-            tokenizer,
-            max_seq_len=args.max_seq_len,
-            eval_fraction=args.eval_fraction,
-            stop_token_ids=stop_ids if isinstance(stop_ids, list) else [i for i in [stop_ids] if i is not None],
-        )
+        tokenizer, stop_ids = load_tokenizer(args.tokenizer)
+        options = {"max_seq_len": args.max_seq_len, "eval_fraction": args.eval_fraction, "stop_token_ids": stop_ids}
+        manifest = pack_conversations(args.input, args.output, tokenizer, **options)
+        if args.push_to_hub:
+            files = {side: f"data/{side}-*.parquet" for side in SIDES if manifest[side]["shards"]}
+            print("published:", publish("blocks", args.output, args.push_to_hub, manifest, files, args))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 

@@ -3,14 +3,17 @@
 A token is supervised in the first window that holds it and context in the next, so none is trained twice.
 """
 
+import hashlib
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from itertools import takewhile
 
 import numpy as np
 
-from data.conversations import BadConversation, clean_messages, render
+from data.chat_template import MOVED, Chat, Sample, check_masks, encode_conversation, render
+from data.conversations import BadConversation, is_eval, read_conversation
 
 
 MIN_ROOM = 0.25  # of a window, for the turns; a longer system prompt would repeat itself more than it lets be learnt
@@ -38,8 +41,8 @@ def _user_header(tokenizer) -> str | None:
     return None
 
 
-def find_turns(row: dict, tokenizer) -> tuple[int, list[int]]:
-    """Where the turns of one chat begin among its tokens; ``row`` as `encode_conversation` takes it, and good for it.
+def find_turns(chat: Chat) -> tuple[int, list[int]]:
+    """Where the turns of one chat begin among its tokens.
 
     Returns the length of the anchor, which is all before the first turn (system prompt, tools, BOS), and the token
     indices, ascending, at which the chat may go on right behind the anchor. Those are the starts of the turns. Where
@@ -50,24 +53,21 @@ def find_turns(row: dict, tokenizer) -> tuple[int, list[int]]:
     Raises BadConversation where the chat does not start with the anchor, that is where the template writes the system
     prompt or the tools somewhere else (Mistral's: into the last user turn).
     """
-    messages, tools, answered = clean_messages(row), row.get("tools") or None, row.get("resp_ids") is not None
-    shown = messages[:-1] if answered else messages
-    text = render(tokenizer, shown, tools, prompt=answered)
-    options = {"return_offsets_mapping": True, "verbose": False}
-    spans = tokenizer.apply_chat_template(shown, tools, add_generation_prompt=answered, tokenizer_kwargs=options)
-    spans = spans["offset_mapping"]
-
+    text, messages, spans, tokenizer = chat.text, chat.messages, chat.spans, chat.tokenizer
     lead = list(takewhile(lambda message: message["role"] == "system", messages))
     # Found by comparison, so that templates which begin with a BOS or a default prompt need no rules of their own.
-    opening, header = up_to_words(tokenizer, lead, tools), _user_header(tokenizer)
-    apart = header is not None and opening.endswith(header)  # the system prompt stands before the turn
+    opening, header = up_to_words(tokenizer, lead, chat.tools), _user_header(tokenizer)
+    moved = messages[0].get(MOVED, "")
+    opening += moved
+    apart = header is not None and opening.endswith(header) and not moved  # the system prompt stands before the turn
     anchor = opening.removesuffix(header) if apart else opening
     if not text.startswith(anchor):
         raise BadConversation("system prompt is not at the start of the chat", "its windows could not repeat it")
     starts = []
-    for index in range(len(lead) + 1, len(messages) if header is not None else 0):
+    # A generation prompt at the end starts a turn, too.
+    for index in range(len(lead) + 1, len(messages) + chat.asks if header is not None else 0):
         try:
-            before = render(tokenizer, messages[:index], tools)
+            before = chat.until(index)
         except BadConversation:  # a template may refuse to end there
             continue
         if not text.startswith(before):
@@ -116,12 +116,77 @@ def cut_windows(
         start = min(near, key=lambda place: abs(place - half), default=half)
 
 
-def split_conversation(row: dict, encoded: dict, tokenizer, max_seq_len: int) -> list[dict[str, np.ndarray]]:
-    """The windows of one chat; a chat of at most ``max_seq_len`` tokens is its own and only window.
+def split_sample(sample: Sample, max_seq_len: int) -> list[dict[str, np.ndarray]]:
+    """The windows of one sample; one of at most ``max_seq_len`` tokens is its own and only window.
 
-    ``encoded``: what `encode_conversation` made of ``row``. See `cut_windows` for the result and the errors.
+    See `cut_windows` for the result and the errors.
     """
-    ids, mask = encoded["input_ids"], encoded["loss_mask"]
+    ids, mask = sample.input_ids, sample.loss_mask
     if len(ids) <= max_seq_len:
         return [{"input_ids": np.array(ids, np.int32), "loss_mask": np.array(mask, np.int8)}]
-    return cut_windows(ids, mask, *find_turns(row, tokenizer), max_seq_len)
+    return cut_windows(ids, mask, *find_turns(sample.chat), max_seq_len)
+
+
+class Report:
+    """What became of every conversation: "read" = "train" + "eval" + all "skipped: <reason>"; other counts are among the
+    kept. ``str()`` lists them, with the first line number of each reason."""
+
+    def __init__(self, counts=(), first=()):
+        self.counts, self.first = Counter(dict(counts)), dict(first)
+
+    def skip(self, bad: BadConversation, number: int):
+        self.counts[f"skipped: {bad.reason}"] += 1
+        self.first.setdefault(f"skipped: {bad.reason}", f" (first in line {number}: {bad})")
+
+    def __str__(self):
+        return "; ".join(f"{count} {name}{self.first.get(name, '')}" for name, count in self.counts.items())
+
+    def check(self, eval_fraction: float):
+        """Raise ValueError where nothing is left to train on, AssertionError where the counts do not add up."""
+        skipped = sum(count for name, count in self.counts.items() if name.startswith("skipped: "))
+        assert self.counts["read"] == self.counts["train"] + self.counts["eval"] + skipped, self.counts
+        if not self.counts["train"] and (not self.counts["eval"] or eval_fraction < 1):
+            raise ValueError(f"no conversation left to train on: {str(self) or 'the file is empty'}")
+
+
+def read_windows(
+    rows: Iterable[tuple[int, dict | BadConversation]],
+    tokenizer,
+    report: Report,
+    seen: dict[bytes, None],
+    *,
+    max_seq_len: int,
+    eval_fraction: float,
+    stop_token_ids: Collection[int] = (),
+) -> Iterator[tuple[int, str, list[dict[str, np.ndarray]]]]:
+    """Encode, de-duplicate, split and cut conversations, one at a time.
+
+    ``rows``: as of `read_rows`. ``report`` and ``seen``, a digest of 16 bytes for each conversation, are brought up to date
+    before each conversation is yielded. ``eval_fraction``: the share that goes to eval, by their own text, so that no conversation is on
+    both sides and none changes sides when rows are added. See `encode_conversation` for the rest.
+
+    Yields (row number, "train" or "eval", windows). Raises ValueError where the tokenizer is unfit, or its template makes a
+    mask of zeros or ones.
+    """
+    if max_seq_len < 8 or not 0 <= eval_fraction <= 1:
+        raise ValueError(f"need max_seq_len >= 8 and 0 <= eval_fraction <= 1, got {max_seq_len} and {eval_fraction}")
+    for number, row in rows:
+        report.counts["read"] += 1
+        try:
+            if isinstance(row, BadConversation):
+                raise row
+            samples, changes = encode_conversation(row, tokenizer, stop_token_ids)
+            for sample in samples:  # each chat has a prompt and an answer: otherwise it is a fault of the template
+                check_masks([sample.loss_mask], tokenizer)
+            ids = b"".join(np.array(sample.input_ids, np.int32).tobytes() for sample in samples)
+            digest = hashlib.blake2b(ids, digest_size=16).digest()
+            if digest in seen:
+                raise BadConversation("duplicate")
+            windows = [window for sample in samples for window in split_sample(sample, max_seq_len)]
+        except BadConversation as bad:
+            report.skip(bad, number)
+            continue
+        seen[digest] = None
+        side = "eval" if is_eval(read_conversation(row)[0], eval_fraction) else "train"
+        report.counts.update([side, *changes] + ["cut into windows"] * (len(windows) > len(samples)))
+        yield number, side, windows

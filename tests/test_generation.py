@@ -440,3 +440,64 @@ def test_a_sliding_window_in_the_drafters_config_changes_nothing(llama):
     drafter, prompt = make_drafter(llama), prompt_of(12)
     drafter.config.sliding_window = 4
     assert torch.equal(drafted(llama, drafter, prompt), plain(llama, prompt))
+
+
+def test_a_warm_static_cache_with_the_new_tokens_alone_decodes(llama):
+    stop = StoppingCriteriaList([lambda ids, scores, **_: torch.tensor([ids.shape[1] >= 10])])
+    outputs = []
+    for decode in (plain, lambda *args, **kwargs: drafted(*args[:1], make_drafter(llama), *args[1:], **kwargs)):
+        cache = StaticCache(config=llama.config, max_cache_len=20)
+        first = plain(llama, prompt_of(6), cache=cache, max_new_tokens=5)
+        new = torch.cat([first, prompt_of(3)], dim=1)[:, 10:]
+        mask = torch.ones(1, 14, dtype=torch.long)
+        outputs.append(decode(llama, new, cache=cache, attention_mask=mask, max_new_tokens=50, stopping_criteria=stop))
+    assert torch.equal(*outputs)
+
+
+def test_new_tokens_that_are_all_masked_decode(llama):
+    outputs = []
+    for drafter in (None, make_drafter(llama)):
+        cache = DynamicCache(config=llama.config)
+        first = plain(llama, prompt_of(6), cache=cache, max_new_tokens=5)
+        longer = torch.cat([first, prompt_of(3)], dim=1)
+        mask = (torch.arange(longer.shape[1]) < 10).long()[None]
+        options = {"cache": cache, "attention_mask": mask, "num_assistant_tokens": 1}
+        outputs.append(drafted(llama, drafter, longer, **options) if drafter else plain(llama, longer, **options))
+    assert torch.equal(*outputs)
+
+
+def test_criteria_are_asked_before_the_streamer_gets_a_token(llama):
+    prompt, lengths = prompt_of(6), []
+    for drafter in (None, scripted_for(llama, prompt, "right")):
+        recorder = Recorder()
+        shown = StoppingCriteriaList([lambda ids, scores, r=recorder, **_: torch.tensor([len(r.tokens) >= 12])])
+        options = {"streamer": recorder, "stopping_criteria": shown}
+        out = drafted(llama, drafter, prompt, **options) if drafter else plain(llama, prompt, **options)
+        lengths.append(out.shape[1])
+    assert lengths == [13, 13]
+
+
+def test_stop_strings_none_turns_those_of_the_target_off(llama):
+    prompt, tokenizer = prompt_of(6), letter_tokenizer()
+    drafter = scripted_for(llama, prompt, "right")
+    llama.generation_config.stop_strings = [chr(33 + drafter.reference[9])]
+    for options in ({}, {"tokenizer": tokenizer}):
+        assert drafted(llama, drafter, prompt, stop_strings=None, **options).shape[1] == 30
+
+
+def test_a_subclass_of_stop_string_criteria_stands_beside_stop_strings(llama):
+    class Own(StopStringCriteria):
+        pass
+
+    prompt, tokenizer = prompt_of(6), letter_tokenizer()
+    drafter = scripted_for(llama, prompt, "right")
+    own = StoppingCriteriaList([Own(tokenizer, chr(33 + drafter.reference[12]))])
+    options = {"stop_strings": chr(33 + drafter.reference[8]), "tokenizer": tokenizer, "stopping_criteria": own}
+    expected = plain(llama, prompt, **options)
+    assert torch.equal(drafted(llama, drafter, prompt, **options), expected) and expected.shape[1] < 12
+
+
+def test_hidden_states_that_nobody_gets_do_not_matter(llama):
+    prompt = prompt_of(6)
+    out = drafted(llama, make_drafter(llama), prompt, output_hidden_states=True)
+    assert torch.equal(out, plain(llama, prompt))

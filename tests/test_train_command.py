@@ -8,8 +8,8 @@ import sys
 
 import pytest
 import torch
+from chats import CHATML, make_tokenizer
 from conftest import ROOT, SIZES
-from test_conversations import CHATML, make_tokenizer
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from train_peagle import PEagleArguments, main
@@ -54,7 +54,7 @@ def test_the_command_trains_a_drafter_that_loads_and_decodes(workplace, tmp_path
     )
     assert run.returncode == 0, run.stderr[-3000:]
     said = run.stdout
-    assert "'read': 26" in said and "skipped: no messages" in said and "skipped: invalid JSON" in said
+    assert "chats.jsonl: 26 read; " in said and "skipped: no messages" in said and "skipped: invalid JSON" in said
     assert "⟦" in said and "covers" in said and "tokens in" in said and "held-out conversations:" in said
 
     target = LlamaForCausalLM.from_pretrained(folder / "target")
@@ -95,6 +95,7 @@ def test_a_file_of_which_nothing_is_held_out_trains(workplace, tmp_path):
     ("arguments", "message"),
     [
         ({"train_file": None}, "--train_file chats.jsonl"),
+        ({"train_dir": "blocks"}, "either --train_file"),
         ({"embeddings": "some"}, "borrowed, mask_row or trained"),
         ({"save_dtype": "int8"}, "float32, bfloat16 or float16"),
         ({"eval_fraction": 1}, "--eval_fraction is 1"),
