@@ -20,7 +20,7 @@ MIN_ROOM = 0.25  # of a window, for the turns; a longer system prompt would repe
 ANSWER = "peagle-probe"  # a text that no template writes by itself
 
 
-def _up_to_words(tokenizer, messages: list[dict], tools=None) -> str:
+def up_to_words(tokenizer, messages: list[dict], tools=None) -> str:
     """The chat's text up to the words of a user turn after ``messages``: what two such renderings share."""
     asked = ([*messages, {"role": "user", "content": words}] for words in "01")
     return os.path.commonprefix([render(tokenizer, chat, tools) for chat in asked])
@@ -33,7 +33,7 @@ def _user_header(tokenizer) -> str | None:
     """
     answered = [{"role": "user", "content": "0"}, {"role": "assistant", "content": ANSWER}]
     ending = render(tokenizer, answered, None).rpartition(ANSWER)[2]
-    following = _up_to_words(tokenizer, answered).rpartition(ANSWER)[2]
+    following = up_to_words(tokenizer, answered).rpartition(ANSWER)[2]
     # Some templates end every rendering with an extra EOS.
     for end in (ending, ending.removesuffix(tokenizer.eos_token or "")):
         if following.startswith(end):
@@ -56,7 +56,7 @@ def find_turns(chat: Chat) -> tuple[int, list[int]]:
     text, messages, spans, tokenizer = chat.text, chat.messages, chat.spans, chat.tokenizer
     lead = list(takewhile(lambda message: message["role"] == "system", messages))
     # Found by comparison, so that templates which begin with a BOS or a default prompt need no rules of their own.
-    opening, header = _up_to_words(tokenizer, lead, chat.tools), _user_header(tokenizer)
+    opening, header = up_to_words(tokenizer, lead, chat.tools), _user_header(tokenizer)
     moved = messages[0].get(MOVED, "")
     opening += moved
     apart = header is not None and opening.endswith(header) and not moved  # the system prompt stands before the turn

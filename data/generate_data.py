@@ -1,0 +1,397 @@
+"""Conversations in the target's own words: `python -m data.generate_data --output chats.jsonl`.
+
+A drafter has to learn what the target says, so every assistant turn is written by the target: of the conversations in
+``--prompts``, or of conversations whose user turns it writes as well (self-prompting: it goes on with its chat template
+from where a user's words begin). A prompt row has `messages` (with `tools` if need be; all assistant turns are replaced,
+one after the other, each seeing the new ones before it), a `prompt`, or `turns`, a list of user turns.
+
+A row of the output has `id`, `messages`, `tools` if there are any, `source`, `temperature`, `seed`, `finish` ("stop", or
+"length" where the answer hit the token limit) and, with a single answer whose tokens are known, `resp_ids`: these, the end
+of the turn included where the target wrote one. A conversation ends before a later answer that hits the limit, is empty
+or has special tokens inside, as its text would not tell what the target wrote.
+
+Rows are written in the order of the input, each when it is done. A run that was killed is taken up by the same command.
+In process the same seed and input give the same rows, whatever the batch size and however often the run was killed (up
+to near ties, which rounding may decide otherwise in another batch). A server has its own ways with seeds.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import sys
+import time
+import zlib
+from collections import Counter, deque
+from collections.abc import Collection, Generator, Iterator
+from contextlib import suppress
+from itertools import takewhile
+from pathlib import Path
+
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, GenerationConfig
+
+from data.backends import InProcess, Reply, Request, RequestFailed, Server
+from data.chat_template import encode_conversation
+from data.conversations import BadConversation, read_jsonl
+from data.plans import plan_prompts, plan_self_prompted, special_ids, user_ends
+from data.windows import up_to_words
+from target_peagle import load_target
+
+
+SELF_PROMPTED = 100  # conversations, where no number is asked for
+USER_TOKENS, USER_TRIES = 200, 5
+AHEAD = 16  # times the rows under way: so many may wait, finished, for a slower one before them to be written
+
+
+def _hash(*parts) -> int:
+    """31 bits above 0, the same in every process."""
+    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % (2**31 - 1) + 1
+
+
+def _opening(messages: list[dict], tools) -> bytes:
+    """A digest of all before the first answer; conversations that share it are duplicates."""
+    opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
+    return hashlib.blake2b(json.dumps([opening, tools], sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _fault_of_words(words: str, reply: Reply, special: set[int]) -> str | None:
+    """Why a user turn that the target wrote is of no use; None if it is good."""
+    if not reply.message["content"].strip():
+        return "empty"
+    if sum(map(str.isalnum, words)) < 8:
+        return "too short"
+    if reply.finish == "length":
+        return "no end"
+    if "\ufffd" in words or special & set((reply.ids or [])[:-1]):
+        return "special or broken tokens"
+    packed = len(zlib.compress(words.encode())) / len(words.encode())
+    return "repeats itself" if len(words) > 80 and packed < 0.35 or re.search(r"(.)\1{19}", words) else None
+
+
+def _draw_words(messages, plan, tokenizer, words, ends, notes) -> Generator[Request, Reply, str]:
+    """A user turn after ``messages`` that starts with ``words``. Raises BadConversation after USER_TRIES bad ones."""
+    text = up_to_words(tokenizer, messages, plan["tools"]) + words
+    options = {"max_new_tokens": USER_TOKENS, "temperature": 1.0, "text": text, "ends": ends}
+    for attempt in range(USER_TRIES):
+        reply = yield Request(seed=_hash(plan["seed"], len(messages), attempt), **options)
+        drawn = (words + reply.message["content"]).strip()
+        fault = _fault_of_words(drawn, reply, special_ids(tokenizer))
+        if fault is None:
+            return drawn
+        notes[f"user turn drawn again: {fault}"] += 1
+    raise BadConversation("no usable user turn", f"the last of {USER_TRIES}: {fault}")
+
+
+def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, notes: Counter):
+    """A generator that yields a Request, is sent the Reply, and so on, and returns the row.
+
+    ``plan``: as from `plan_row`, with ``id``, ``source``, ``temperature`` and ``seed``. ``notes`` counts what else
+    there is to report. Raises BadConversation where there is no first answer, and what is thrown into it.
+    """
+    messages, tools, answers, calls = [], plan["tools"], [], []
+    special = special_ids(tokenizer) if tokenizer else set()
+    try:
+        for message in plan["messages"]:
+            if "words" in message:
+                words = yield from _draw_words(messages, plan, tokenizer, message["words"], ends, notes)
+                messages.append({"role": "user", "content": words})
+            elif message["role"] != "assistant":
+                if message["role"] == "tool" and calls:  # its result is kept, its name is the new call's
+                    message = message | {"tool_call_id": calls.pop(0)["id"]}
+                messages.append(message)
+            else:
+                seed, given = _hash(plan["seed"], len(messages)), list(messages)
+                reply = yield Request(max_new_tokens, plan["temperature"], seed, messages=given, tools=tools)
+                unsaid = special & set((reply.ids or [])[:-1])
+                if not reply.message["content"] and "tool_calls" not in reply.message:
+                    raise BadConversation("empty answer")
+                if (reply.finish == "length" or unsaid) and (answers or reply.ids is None):
+                    raise BadConversation("special tokens in an answer" if unsaid else "answer without an end")
+                answers.append(reply)
+                messages.append(reply.message)
+                calls = list(reply.message.get("tool_calls", []))
+                if reply.finish == "length" or unsaid:
+                    break
+    except BadConversation as bad:
+        if not answers:
+            raise
+        notes[f"ended early: {bad.reason}"] += 1
+    while messages[-1]["role"] != "assistant":
+        messages.pop()
+    row = {"id": plan["id"], "messages": messages} | ({"tools": tools} if tools else {})
+    row |= {key: plan[key] for key in ("source", "temperature", "seed")} | {"finish": answers[-1].finish}
+    return row | ({"resp_ids": answers[0].ids} if len(answers) == 1 and answers[0].ids else {})
+
+
+def run_all(plans, backend, start) -> Iterator[tuple[str, dict | Exception, Counter]]:
+    """Hold as many conversations as the back end has slots. Yields name, row or error, and notes, in order of ``plans``.
+
+    ``plans``: names with a plan or an error. ``start``: makes the generator of one, from its plan and its notes.
+    """
+    plans, more, running, finished, order, notes = iter(plans), True, {}, {}, deque(), {}
+
+    def advance(name, value):
+        while True:
+            try:
+                talk = running[name]
+                request = talk.throw(value) if isinstance(value, Exception) else talk.send(value)
+                return backend.submit(name, request)
+            except StopIteration as stop:
+                finished[name] = stop.value
+                return running.pop(name)
+            except (BadConversation, RequestFailed) as error:
+                if talk.gi_frame is None:  # it came out of the conversation, so that has ended
+                    finished[name] = error
+                    return running.pop(name)
+                value = error  # it came from the back end, and the conversation may know what to do
+
+    while True:
+        while more and len(running) < backend.slots and len(order) < AHEAD * backend.slots:
+            name, plan = next(plans, (None, None))
+            if not (more := name is not None):
+                break
+            order.append(name)
+            notes[name] = Counter()
+            if isinstance(plan, BadConversation):
+                finished[name] = plan
+            else:
+                running[name] = start(plan, notes[name])
+                advance(name, None)
+        while order and order[0] in finished:
+            name = order.popleft()
+            yield name, finished.pop(name), notes.pop(name)
+        if running:
+            advance(*backend.receive())
+        elif not more:
+            return
+
+
+class _Output:
+    """The file of rows and the manifest beside it. Opening it repairs what a kill left behind.
+
+    ``names`` and ``openings``: of the rows that are there. Raises ValueError where they were made with other settings.
+    """
+
+    def __init__(self, path: Path, settings: dict):
+        self.path, self.settings, self.names, self.openings = path, settings, set(), set()
+        self.manifest = path.with_name(path.name + ".manifest.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if self.manifest.exists():
+            before = json.loads(self.manifest.read_text())["settings"]
+            for key in settings | before:
+                if before.get(key) != settings.get(key):
+                    told = f"{key} {before.get(key)!r}, not {settings.get(key)!r}"
+                    raise ValueError(f"{path} was made with {told}: repeat its own command or name another output")
+        elif path.exists() and path.stat().st_size:
+            raise ValueError(f"{path} is there, but not {self.manifest.name}: name another output")
+        else:
+            self.write_manifest({})
+        self.file = path.open("ab+")
+        self._read()
+
+    def _read(self) -> None:
+        size = self.file.seek(0, os.SEEK_END)
+        while size and (self.file.seek(size - 1), self.file.read(1))[1] != b"\n":
+            size -= 1  # a last line that was cut short
+        self.file.truncate(size)
+        for number, row in read_jsonl(self.path):
+            if isinstance(row, BadConversation) or not {"id", "messages"} <= row.keys():
+                raise ValueError(f"{self.path}, line {number} is no row of this command: name another output")
+            self.names.add(row["id"])
+            self.openings.add(_opening(row["messages"], row.get("tools")))
+
+    def write(self, row: dict) -> None:
+        self.file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        self.file.flush()
+
+    def write_manifest(self, rest: dict) -> dict:
+        manifest, partial = {"settings": self.settings} | rest, self.manifest.with_suffix(".partial")
+        partial.write_text(json.dumps(manifest, indent=2) + "\n")
+        os.replace(partial, self.manifest)  # the old one or the new one, whenever it is killed
+        return manifest
+
+
+class _Report:
+    """Counts with the first case of each reason, and the progress shown."""
+
+    def __init__(self, rows: int | None, cost: str, slots: int, progress: bool):
+        self.counts, self.first, self.slots = Counter({"in": 0, "done": 0}), {}, slots
+        if progress:
+            print(f"{'all' if rows is None else rows} conversations, {cost}; the time is told after the first batch")
+        self.bar = tqdm(total=rows, desc="conversations", unit=" rows", disable=not progress)
+        self.start, self.fresh = time.monotonic(), 0
+
+    def add(self, name: str, outcome: str, detail="", notes=()) -> None:
+        self.counts.update(["in", outcome])
+        self.counts.update(notes)
+        if detail:
+            self.first.setdefault(outcome, f" (first in {name}: {detail})")
+        self.bar.update()
+        self.fresh += 1
+        left = (self.bar.total or 0) - self.counts["in"]
+        if self.fresh == self.slots and left > 0 and not self.bar.disable:
+            pace = (time.monotonic() - self.start) / self.fresh
+            tqdm.write(f"about {pace * left / 60:.0f} minutes for the other {left}, {pace:.1f} s each")
+
+    def __str__(self) -> str:
+        return "; ".join(f"{count} {name}{self.first.get(name, '')}" for name, count in self.counts.items())
+
+
+def generate_data(
+    output,
+    backend: InProcess | Server,
+    tokenizer,
+    *,
+    prompts: str | None = None,
+    num_conversations: int | None = None,
+    temperatures: Collection[float] = (0.0, 0.7, 1.0),
+    seed: int = 0,
+    max_new_tokens: int = 512,
+    max_turns: int | None = None,
+    progress: bool = True,
+) -> dict:
+    """Write conversations to the JSON Lines file ``output``, or go on with it; see the module's docstring.
+
+    Args:
+        backend: who answers; it is entered and left here.
+        tokenizer: the target's; only a server with ``prompts`` may do without (None), and then rows are not checked.
+        prompts: as for `data.conversations.read_rows`; None is self-prompting.
+        num_conversations: rows of the input to use; all if unset, or SELF_PROMPTED. More may be asked for later.
+        temperatures: taken in turn by the rows. ``seed``: of all sampling.
+        max_new_tokens: of an answer. ``max_turns``: answers of a conversation; if unset all of a row, or one.
+        progress: show the cost, a bar and the counts.
+
+    Returns the manifest, which lies beside the output: "settings", and "counts" with "in" = "done" + all
+    "skipped: <reason>" + all "failed: <reason>", and other things worth knowing. What failed is asked again when the
+    command is repeated; what is there already counts as done.
+    Raises ValueError: other settings than the output was made with, or no conversation. OSError: unreadable files.
+    """
+    output, counted = Path(output), prompts is None or Path(prompts).is_file()
+    if prompts is None and tokenizer is None:
+        raise ValueError("self-prompting needs the target's tokenizer: name the target")
+    settings = {"prompts": prompts, "seed": seed, "temperatures": [float(t) for t in temperatures]}
+    settings |= {"max_new_tokens": max_new_tokens, "max_turns": max_turns} | backend.settings
+    if prompts is not None and counted:
+        with open(prompts, "rb") as file:
+            settings["prompts_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+    store = _Output(output, settings)
+    ends = user_ends(tokenizer) if prompts is None else ()
+
+    def plans():
+        if prompts is None:
+            source = plan_self_prompted(tokenizer, max_turns, num_conversations or SELF_PROMPTED)
+        else:
+            source = plan_prompts(prompts, max_turns, num_conversations)
+        for index, (name, plan) in enumerate(source):
+            if isinstance(plan, dict):
+                plan |= {"id": name, "temperature": settings["temperatures"][index % len(temperatures)]}
+                plan["seed"] = _hash(seed, name)
+            yield name, plan
+
+    def todo():
+        for name, plan in plans():
+            if name in store.names:
+                report.counts.update(["in", "done"])
+                report.bar.update()
+                continue
+            if prompts is not None and isinstance(plan, dict):
+                opening = _opening(plan["messages"], plan["tools"])
+                plan = BadConversation("duplicate opening") if opening in store.openings else plan
+                store.openings.add(opening)
+            yield name, plan
+
+    def start(plan, notes):
+        return converse(plan, tokenizer, ends, max_new_tokens, notes)
+
+    rows, cost = num_conversations, f"at most {max_new_tokens:,} tokens an answer"
+    if counted:  # to go twice through a data set would be to fetch it twice
+        rows, words, answers = 0, 0, 0
+        for name, plan in plans():
+            rows += 1
+            for message in plan["messages"] if isinstance(plan, dict) and name not in store.names else ():
+                words += "words" in message
+                answers += message["role"] == "assistant"
+        tokens = words * USER_TOKENS + answers * max_new_tokens
+        cost = f"at most {words} user turns and {answers} answers to write, {tokens:,} tokens"
+    report = _Report(rows, cost, backend.slots, progress)
+    with backend, store.file, report.bar:
+        for name, row, notes in run_all(todo(), backend, start):
+            try:
+                if isinstance(row, Exception):
+                    raise row
+                if prompts is None and _opening(row["messages"], row.get("tools")) in store.openings:
+                    raise BadConversation("duplicate opening")  # known only now, as the target wrote it
+                if tokenizer is not None:
+                    encode_conversation(row, tokenizer, backend.stop_ids)
+            except BadConversation as bad:
+                report.add(name, f"skipped: {bad.reason}", bad, notes)
+            except RequestFailed as error:
+                report.add(name, "failed: no answer", error, notes)
+            else:
+                store.openings.add(_opening(row["messages"], row.get("tools")))
+                store.write(row)
+                report.add(name, "done", notes=notes)
+    counts = report.counts
+    lost = sum(count for name, count in counts.items() if name.startswith(("skipped", "failed")))
+    assert counts["in"] == counts["done"] + lost, counts
+    if progress:
+        print(f"{output}: {report}")
+    if not counts["done"]:
+        raise ValueError(f"{output}: no conversation: {report}")
+    return store.write_manifest({"counts": dict(counts)})
+
+
+def _backend(args) -> tuple[InProcess | Server, object]:
+    """The back end that the arguments ask for, and the tokenizer if one is known."""
+    if args.base_url is None:
+        target, tokenizer = load_target(args.target_model)
+        return InProcess(target, tokenizer, batch_size=args.batch_size, max_length=args.max_length), tokenizer
+    tokenizer, stop_ids = None, None
+    if args.target_model is not None:
+        tokenizer = AutoTokenizer.from_pretrained(args.target_model)
+        with suppress(OSError):  # a folder with a tokenizer alone: its EOS is what ends a turn
+            stop_ids = GenerationConfig.from_pretrained(args.target_model).eos_token_id
+    stop_ids = stop_ids if isinstance(stop_ids, list) else [i for i in [stop_ids] if i is not None]
+    options = {"tokenizer": tokenizer, "stop_ids": stop_ids, "concurrency": args.concurrency}
+    return Server(args.base_url, args.served_model, **options), tokenizer
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m data.generate_data", description="Conversations by the target.")
+    add = parser.add_argument
+    add("--output", required=True, help="JSON Lines file; one that is there is gone on with")
+    add("--prompts", help="JSON Lines file, hf:// path, or data set (Hub id or folder); self-prompting if unset")
+    add("--target_model", help="folder or Hub id; SmolLM2-135M-Instruct if unset. With --base_url only its tokenizer")
+    add("--base_url", help="OpenAI-compatible server, as http://localhost:8000/v1; its key in OPENAI_API_KEY")
+    add("--served_model", help="the target's name on the server; the first it lists if unset")
+    add("--concurrency", type=int, default=8, help="requests at a time to the server (%(default)s)")
+    add("--batch_size", type=int, default=8, help="rows per forward in this process (%(default)s)")
+    add("--max_length", type=int, default=2048, help="tokens of a conversation in this process (%(default)s)")
+    add("--num_conversations", type=int, help=f"rows of the input; all if unset, {SELF_PROMPTED} self-prompted")
+    add(
+        "--temperatures",
+        type=float,
+        nargs="+",
+        default=[0.0, 0.7, 1.0],
+        help="taken in turn by the rows (%(default)s)",
+    )
+    add("--seed", type=int, default=0, help="of all sampling (%(default)s)")
+    add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most (%(default)s)")
+    add("--max_turns", type=int, help="answers of a conversation at most; if unset all of a row, one self-prompted")
+    args = parser.parse_args(arguments)
+    names = ("prompts", "num_conversations", "temperatures", "seed", "max_new_tokens", "max_turns")
+    try:
+        backend, tokenizer = _backend(args)
+        generate_data(args.output, backend, tokenizer, **{name: getattr(args, name) for name in names})
+    except (OSError, ValueError, RequestFailed, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print(f"\nstopped; what is in {args.output} is whole, and the same command goes on", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""The two back ends: batched answers are those of plain generation, sampling is seeded by row, and a real server."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers.utils.import_utils import is_serve_available
+
+from data.backends import InProcess, Request, RequestFailed, SeededSampling, Server
+from data.conversations import read_jsonl
+from data.generate_data import generate_data
+from tests.chats import gemma
+from tests.conftest import GEMMA, WINDOW, plain
+from tests.test_generate_data import (  # noqa: F401
+    USER,
+    folder,
+    make_target,
+    run,
+    target,
+    tokenizer,
+    write_prompts,
+    write_rows,
+)
+
+
+def answer_all(backend, requests):
+    with backend:
+        for name, request in requests.items():
+            backend.submit(name, request)
+        return {name: reply.ids for name, reply in (backend.receive() for _ in requests)}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_batched_answers_with_refill_are_those_of_plain_generate(family, tokenizer, target):  # noqa: F811
+    if family == "gemma3":
+        tokenizer = gemma()
+        target = make_target(tokenizer, Gemma3ForCausalLM, Gemma3TextConfig, **GEMMA)
+    requests = {}
+    for i in range(7):  # more than the batch holds, and longer than Gemma's window
+        text = f"{i} word " * (3 * i + 1)
+        requests[f"r{i}"] = Request(8 + 3 * i, 0.0, 1, text=text)
+        assert i == 0 or len(tokenizer(text)["input_ids"]) > WINDOW
+    answers = answer_all(InProcess(target, tokenizer, batch_size=3, max_length=256), requests)
+    for name, request in requests.items():
+        ids = torch.tensor([tokenizer(request.text, add_special_tokens=False)["input_ids"]])
+        assert answers[name] == plain(target, ids, max_new_tokens=request.max_new_tokens)[0, ids.shape[1] :].tolist()
+    assert len({tuple(ids) for ids in answers.values()}) > 4  # the prompts matter
+
+
+def test_sampled_answers_depend_on_the_seed_and_not_on_the_batch(target, tokenizer):  # noqa: F811
+    def sample(batch_size, seed, names):
+        requests = {str(n): Request(20, 1.0, seed + n, messages=[USER]) for n in names}
+        answers = answer_all(InProcess(target, tokenizer, batch_size=batch_size, max_length=256), requests)
+        return [answers[str(n)] for n in range(6)]
+
+    alone = sample(1, 10, range(6))
+    assert alone == sample(4, 10, reversed(range(6)))
+    assert alone != sample(4, 20, range(6)) and len({tuple(ids) for ids in alone}) > 3
+
+
+def test_seeded_sampling_draws_from_the_softmax():
+    scores = torch.tensor([[2.0, 0.0, 1.0, -1.0, 0.5]]).repeat(20000, 1)
+    keys = torch.arange(1, 20001, dtype=torch.int32)
+    counts = torch.bincount(SeededSampling()(scores, keys).argmax(-1), minlength=5)
+    expected = 20000 * scores[0].softmax(-1)
+    assert ((counts - expected) ** 2 / expected).sum() < 18.5  # chi-square, 4 degrees of freedom, p = 0.001
+    flatter = 20000 * (scores[0] / 1.2).softmax(-1)
+    assert ((counts - flatter) ** 2 / flatter).sum() > 100
+    assert torch.equal(SeededSampling()(scores[:3], torch.zeros(3, dtype=torch.int32)), scores[:3])
+
+
+def test_an_absent_server_fails_every_row(tmp_path):
+    backend = Server("http://127.0.0.1:9/v1", "some", retries=1, first_wait=0.01, concurrency=2)
+    with pytest.raises(ValueError, match="3 failed: no answer .*asked 2 times"):
+        generate_data(tmp_path / "o", backend, None, prompts=write_prompts(tmp_path / "p.jsonl", 3), progress=False)
+    with pytest.raises(RequestFailed):  # it cannot be asked for its models either
+        Server("http://127.0.0.1:9/v1", retries=0)
+
+
+@pytest.mark.skipif(not is_serve_available(), reason="transformers serve needs: pip install openai")
+def test_a_real_server(folder, target, tokenizer, tmp_path):  # noqa: F811
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-c", "from transformers.cli.transformers import main; main()", "serve", folder]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        # Asked before it is up, so that the first requests have to be repeated.
+        options = {"tokenizer": tokenizer, "stop_ids": target.generation_config.eos_token_id, "concurrency": 2}
+        backend = Server(f"http://127.0.0.1:{port}/v1", folder, retries=60, first_wait=0.5, **options)
+        output, settings = tmp_path / "out.jsonl", {"max_new_tokens": 40, "progress": False}
+        rows = [{"id": i, "prompt": str(7919**i)} for i in (2, 3, 4, 5, 8, 9)]
+        settings |= {"prompts": write_rows(tmp_path / "prompts.jsonl", rows), "temperatures": (0.0,)}
+        counts = generate_data(output, backend, tokenizer, **settings)["counts"]
+        assert counts["in"] == 6 == counts["done"] + sum(n for key, n in counts.items() if "skipped" in key)
+        own, _ = run(tmp_path / "own.jsonl", target, tokenizer, **settings)
+        texts = {
+            row["id"]: row["messages"] for row in own if row["finish"] == "stop"
+        }  # it tells no tokens of the others
+        assert {row["id"]: row["messages"] for _, row in read_jsonl(output)} == texts and len(texts) > 1
+        assert all("resp_ids" not in row for _, row in read_jsonl(output))
+        backend = Server(f"http://127.0.0.1:{port}/v1", folder, **options)
+        generate_data(tmp_path / "self.jsonl", backend, tokenizer, num_conversations=3, **settings | {"prompts": None})
+        assert (tmp_path / "self.jsonl").stat().st_size
+        with pytest.raises(ValueError, match="404"):
+            Server(f"http://127.0.0.1:{port}/wrong", retries=0)
+    finally:
+        server.terminate()
+        server.wait()

@@ -1,0 +1,248 @@
+"""Conversations written by the target: planning, self-prompting, counts, kills and refusals, with a tiny random target."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from data.backends import InProcess, Reply
+from data.chat_template import encode_conversation
+from data.conversations import BadConversation, read_jsonl
+from data.generate_data import _fault_of_words, converse, generate_data, main
+from data.plans import TOPICS, plan_row, plan_self_prompted, user_ends
+from tests.chats import CHATML, make_tokenizer
+from tests.conftest import ROOT, SIZES, plain
+
+
+ENDS = ["<|im_end|>", "<e1>", "<e2>", "<e3>"]  # several, so that a random target ends its turns now and then
+USER, ASSISTANT = {"role": "user", "content": "Say it."}, {"role": "assistant", "content": "No."}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer(CHATML, ["<|im_start|>", *ENDS], eos="<|im_end|>")
+
+
+def make_target(tokenizer, model=LlamaForCausalLM, config=LlamaConfig, **sizes):
+    """A random target with clear preferences, which says lower-case letters, spaces and ends only."""
+    torch.manual_seed(1)
+    sizes = SIZES | {"num_hidden_layers": 2, "max_position_embeddings": 512} | sizes
+    target = model(config(**sizes | {"vocab_size": len(tokenizer)})).eval().requires_grad_(False)
+    for parameter in target.parameters():
+        if parameter.dim() == 2:
+            parameter.mul_(6)  # otherwise the layers hardly change what the next token is
+    ends = tokenizer.convert_tokens_to_ids(ENDS if "<e1>" in tokenizer.get_vocab() else ["<end_of_turn>"])
+    said = tokenizer.convert_tokens_to_ids([*"abcdefghijklmnopqrstuvwxyz", "Ġ"]) + ends
+    rows = torch.randn(len(said), target.config.hidden_size)
+    target.lm_head.weight = torch.nn.Parameter(torch.zeros_like(target.lm_head.weight), requires_grad=False)
+    rows[-len(ends) :] *= 0.7
+    target.lm_head.weight[said] = rows
+    target.generation_config.eos_token_id = ends
+    target.generation_config.do_sample = True  # a server's default; it asks for temperature 0 not to
+    return target
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer):
+    return make_target(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def folder(target, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("target")
+    target.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_prompts(path, count=12):
+    return write_rows(path, [{"id": f"q{i}", "prompt": f"Question {i}" + "?" * (5 * i)} for i in range(count)])
+
+
+def run(output, target, tokenizer, batch_size=3, **options):
+    backend = InProcess(target, tokenizer, batch_size=batch_size, max_length=448)
+    options = {"max_new_tokens": 24, "progress": False} | options
+    manifest = generate_data(output, backend, tokenizer, **options)
+    return [row for _, row in read_jsonl(output)], manifest["counts"]
+
+
+def test_single_answers_carry_the_exact_tokens(target, tokenizer, tmp_path):
+    prompts = write_prompts(tmp_path / "prompts.jsonl")
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts)
+    assert counts == {"in": 12, "done": 12} and [row["id"] for row in rows] == [f"q{i}" for i in range(12)]
+    assert [row["temperature"] for row in rows] == [0.0, 0.7, 1.0] * 4
+    ends = set(target.generation_config.eos_token_id)
+    for row in rows:
+        encoded = encode_conversation(row, tokenizer)[0][0]
+        supervised = [i for i, mask in zip(encoded.input_ids, encoded.loss_mask) if mask]
+        assert supervised == row["resp_ids"] and (row["resp_ids"][-1] in ends) == (row["finish"] == "stop")
+        assert row["messages"][-1]["content"] == tokenizer.decode(row["resp_ids"], skip_special_tokens=True)
+        if row["temperature"] == 0:
+            prompt = torch.tensor([encoded.input_ids[: -len(supervised)]])
+            assert supervised == plain(target, prompt)[0, prompt.shape[1] :].tolist()
+    assert {row["finish"] for row in rows} == {"stop", "length"}
+
+
+def test_every_answer_of_a_conversation_is_written_anew(target, tokenizer, tmp_path):
+    system, tool = {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "5"}
+    chats = [[system, USER | {"content": f"{i}!"}, ASSISTANT, tool, ASSISTANT, USER] for i in range(12)]
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"messages": chat} for chat in chats])
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=60)
+    assert counts["done"] == 12 and any(name.startswith("ended early") for name in counts)
+    answers = Counter()
+    for row, chat in zip(rows, chats):
+        kept = [message for message in row["messages"] if message["role"] != "assistant"]
+        assert kept == [m for m in chat if m["role"] != "assistant"][: len(kept)]
+        assert row["messages"][-1]["role"] == "assistant" and ASSISTANT not in row["messages"]
+        count = sum(message["role"] == "assistant" for message in row["messages"])
+        answers[count] += 1
+        assert ("resp_ids" in row) == (count == 1)
+        if count > 1 and row["temperature"] == 0:  # the second answer follows the new first one, not the old one
+            first = next(i for i, m in enumerate(row["messages"]) if m["role"] == "assistant")
+            for messages, same in ((row["messages"], True), (chat, False)):
+                ids = tokenizer.apply_chat_template(messages[: first + 2], add_generation_prompt=True)["input_ids"]
+                new = plain(target, torch.tensor([ids]), max_new_tokens=60)[0, len(ids) :]
+                text = tokenizer.decode(new, skip_special_tokens=True)
+                assert (text == row["messages"][first + 2]["content"]) == same
+    assert answers[1] and answers[3]
+
+
+def test_self_prompting_covers_the_topics_and_rejects_bad_turns(target, tokenizer, tmp_path):
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, num_conversations=7, max_turns=2)
+    assert counts["in"] == 7 == counts["done"] + sum(n for key, n in counts.items() if "skipped" in key)
+    assert counts["done"] > 4 and any(key.startswith("user turn drawn again") for key in counts)
+    assert {row["source"] for row in rows} >= {"self: code", "self: chat"}
+    system, user, *_ = rows[1]["messages"]
+    assert system == {"role": "system", "content": TOPICS[1][1]} and user["role"] == "user" and user["content"]
+    assert len({row["messages"][1]["content"] for row in rows}) == len(rows)
+    # The user's words are what the target makes of its own template.
+    plan = next(plan_self_prompted(tokenizer, 1, 1))[1] | {"id": "0", "seed": 5, "temperature": 0.0}
+    assert (
+        converse(plan, tokenizer, (), 9, Counter()).send(None).text
+        == f"<|im_start|>system\n{TOPICS[0][1]}<|im_end|>\n<|im_start|>user\n"
+    )
+
+
+def test_user_turns_are_judged():
+    good = "How do I sort a list of words by length in Python?"
+
+    def fault(words, finish="stop", ids=None):
+        return _fault_of_words("How " + words, Reply({"content": words}, finish, ids), {3, 9})
+
+    assert fault(good) is None and fault(good, ids=[7, 8, 9]) is None
+    faults = {
+        " ": "empty",
+        "m?!": "too short",
+        good + "\ufffd": "special or broken tokens",
+        "ab " * 60: "repeats itself",
+    }
+    assert {words: fault(words) for words in faults} == faults
+    assert fault(good, "length") == "no end" and fault(good, ids=[7, 3, 9]) == "special or broken tokens"
+
+
+def test_the_end_of_a_user_turn_is_found_where_it_is_no_eos():
+    template = "{% for m in messages %}{{ '[A]' + m.content + '[B]' if m.role == 'user' else m.content + '</s>' }}{% endfor %}"
+    tokenizer = make_tokenizer(template, ["[A]", "[B]", "</s>"], eos="</s>")
+    assert user_ends(tokenizer) == (tokenizer.convert_tokens_to_ids("[B]"),)
+
+
+def test_prompt_rows_become_plans():
+    answer = {"role": "assistant"}
+    assert plan_row({"prompt": "Hi"}, None)["messages"] == [{"role": "user", "content": "Hi"}, answer]
+    assert len(plan_row({"turns": ["1", "2", "3"]}, None)["messages"]) == 6
+    assert len(plan_row({"turns": ["1", "2", "3"]}, 2)["messages"]) == 4
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    chat = plan_row({"messages": [USER, called, ASSISTANT, USER | {"name": None}], "tools": '[{"a": 1}]'}, None)
+    assert chat == {"messages": [USER, answer, USER, answer], "tools": [{"a": 1}]}
+    bad = [{}, {"messages": []}, {"prompt": ""}, {"messages": [ASSISTANT]}, {"turns": [3]}, {"prompt": "\ud800"}]
+    for row in bad + [{"prompt": "Hi", "tools": "{"}, {"messages": ["Hi"]}]:
+        with pytest.raises(BadConversation):
+            plan_row(row, None)
+
+
+def test_tool_results_follow_the_new_calls():
+    call, result = {"id": "new", "type": "function"}, {"role": "tool", "tool_call_id": "old", "content": "5"}
+    plan = {"messages": [USER, {"role": "assistant"}, result, {"role": "assistant"}], "tools": [{}], "id": "0"}
+    talk = converse(plan | {"source": "", "temperature": 1.0, "seed": 1}, None, (), 9, Counter())
+    assert talk.send(None).messages == [USER]
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    asked = talk.send(Reply(said, "stop")).messages
+    assert asked == [USER, said, result | {"tool_call_id": "new"}]
+    with pytest.raises(StopIteration) as stop:
+        talk.send(Reply(ASSISTANT, "stop"))
+    assert stop.value.value["messages"] == [*asked, ASSISTANT] and "resp_ids" not in stop.value.value
+
+
+def test_every_row_is_counted(target, tokenizer, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = ['\ufeff{"prompt": "One?"}\r', '{"prompt": "One?"}', "{", "", '{"prompt": "Two?", "tools": 3}', "[]"]
+    lines += [
+        '{"id": "x", "prompt": "Three?"}',
+        '{"id": "x", "prompt": "Four?"}',
+        json.dumps({"prompt": "long " * 99}),
+    ]
+    path.write_text("\n".join(lines + ["[]"] * 40 + ['{"prompt": "Last?"}']))  # more bad ones than may wait in turn
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, batch_size=1, prompts=str(path))
+    assert [row["id"] for row in rows] == ["line-1", "x", "x-line-8", "line-50"]
+    reasons = {
+        "duplicate opening": 1,
+        "invalid JSON": 1,
+        "tools are not a list of schemas": 1,
+        "row is not an object": 41,
+    }
+    reasons["no room for an answer"] = 1
+    assert counts == {"in": 49, "done": 4} | {f"skipped: {reason}": count for reason, count in reasons.items()}
+    path.write_text("{\n")
+    with pytest.raises(ValueError, match="no conversation: 1 in; 0 done; 1 skipped: invalid JSON"):
+        run(tmp_path / "none.jsonl", target, tokenizer, prompts=str(path))
+
+
+def test_a_killed_run_goes_on_and_gives_the_same_rows(folder, target, tokenizer, tmp_path):
+    prompts, output = write_prompts(tmp_path / "prompts.jsonl", 16), tmp_path / "out.jsonl"
+    options = {"prompts": prompts, "max_new_tokens": 40, "seed": 3}
+    whole, _ = run(tmp_path / "whole.jsonl", target, tokenizer, batch_size=4, **options)
+    target.name_or_path = folder
+    command = f"--output {output} --target_model {folder} --prompts {prompts} --max_new_tokens 40 --seed 3"
+    command += " --batch_size 2 --max_length 448"
+    process = subprocess.Popen([sys.executable, "-m", "data.generate_data", *command.split()], cwd=ROOT)
+    while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    there = output.read_bytes()
+    assert 3 <= there.count(b"\n") < 16
+    output.write_bytes(there + b'{"id": "q3')  # as a kill in the middle of a write leaves it
+    others = write_prompts(tmp_path / "others.jsonl", 3)
+    for change in ({"seed": 4}, {"temperatures": (1.0,)}, {"prompts": others}, {"max_new_tokens": 9}):
+        with pytest.raises(ValueError, match="was made with"):
+            run(output, target, tokenizer, **options | change)
+    assert output.read_bytes().startswith(there)
+
+    def interrupt():
+        while output.read_bytes().count(b"\n") < there.count(b"\n") + 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(SystemExit, match="130"):
+        main(command.split())
+    rows, counts = run(output, target, tokenizer, **options)
+    assert rows == whole and counts["done"] == 16
+    before = output.read_bytes()
+    assert run(output, target, tokenizer, **options)[0] == whole and output.read_bytes() == before
+    (tmp_path / "out.jsonl.manifest.json").unlink()
+    with pytest.raises(ValueError, match="name another output"):
+        run(output, target, tokenizer, **options)
