@@ -25,6 +25,7 @@ from transformers.utils import is_flash_attn_2_available
 from data.collator import packed_row
 from data.feature_plan import DTYPES, FeaturePlan, Shard, parse_size
 from data.feature_shards import write_shard
+from data.hub import add_hub_arguments, publish
 from data.target_signals import check_isolation, target_signals, to_device
 from target_peagle import load_target
 
@@ -225,6 +226,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max_disk", type=parse_size, default="50GB", help="size of all files, at most (%(default)s)")
     parser.add_argument("--batch_size", type=int, default=1, help="blocks per forward (%(default)s)")
     parser.add_argument("--attn_implementation", help="flash_attention_2 where it can run, else sdpa")
+    add_hub_arguments(parser)
     args = parser.parse_args(arguments)
     try:
         device = process_state().device
@@ -232,7 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
             args.model_path, args.revision, args.attn_implementation, device
         )
         options = ("layer_ids", "dtype", "shard_size", "max_disk", "batch_size")
-        extract_features(
+        manifest = extract_features(
             target,
             tokenizer,
             args.input,
@@ -240,6 +242,8 @@ def main(arguments: list[str] | None = None) -> None:
             revision=commit,
             **{name: getattr(args, name) for name in options},
         )
+        if args.push_to_hub and process_state().is_main_process:
+            print("published:", publish("features", args.output, args.push_to_hub, manifest, args))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 

@@ -35,6 +35,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from data.backends import InProcess, Reply, Request, RequestFailed, Server
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_jsonl
+from data.hub import add_hub_arguments, publish
 from data.plans import plan_prompts, plan_self_prompted, special_ids, user_ends
 from data.windows import up_to_words
 from target_peagle import load_target
@@ -381,11 +382,14 @@ def main(arguments: list[str] | None = None) -> None:
     add("--seed", type=int, default=0, help="of all sampling (%(default)s)")
     add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most (%(default)s)")
     add("--max_turns", type=int, help="answers of a conversation at most; if unset all of a row, one self-prompted")
+    add_hub_arguments(parser)
     args = parser.parse_args(arguments)
     names = ("prompts", "num_conversations", "temperatures", "seed", "max_new_tokens", "max_turns")
     try:
         backend, tokenizer = _backend(args)
-        generate_data(args.output, backend, tokenizer, **{name: getattr(args, name) for name in names})
+        manifest = generate_data(args.output, backend, tokenizer, **{name: getattr(args, name) for name in names})
+        if args.push_to_hub:
+            print("published:", publish("conversations", args.output, args.push_to_hub, manifest, args))
     except (OSError, ValueError, RequestFailed, RuntimeError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

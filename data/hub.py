@@ -1,7 +1,9 @@
-"""Conversations, blocks and feature shards to the Hub: each step's output folder, with a card made from its manifest."""
+"""Conversations, blocks and feature shards to the Hub: what a step wrote, with a card made from its manifest."""
 
 import json
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
@@ -17,48 +19,63 @@ KINDS = {
 
 
 def add_hub_arguments(parser) -> None:
-    parser.add_argument(
-        "--push_to_hub", metavar="ORG/NAME", help="upload the finished output to this data set of the Hub"
-    )
-    parser.add_argument("--license", default="other", help="licence of the data, for the card (%(default)s)")
-    parser.add_argument("--private", action="store_true", help="make the data set private")
-    parser.add_argument(
-        "--dry_run", metavar="FOLDER", help="write the exact folder that would be uploaded here instead"
+    add = parser.add_argument
+    add("--push_to_hub", metavar="ORG/NAME", help="publish the finished output as this data set of the Hub")
+    add("--license", default="other", help="licence of the data, for the card (%(default)s)")
+    add("--private", action="store_true", help="keep the data set private")
+    add(
+        "--dry_run",
+        metavar="FOLDER",
+        help="with --push_to_hub: write what would be published here, and publish nothing",
     )
 
 
-def make_card(kind: str, name: str, manifest: dict, files: dict[str, str], license: str) -> DatasetCard:
-    """The card of a data set: its splits (``files``: name to path pattern), and where it comes from."""
+def make_card(kind: str, repo_id: str, manifest: dict, license: str) -> DatasetCard:
+    """The card: the splits that `datasets.load_dataset` finds, what the data are, and where they come from."""
+    files = {"train": "data/train.jsonl"} if kind == "conversations" else {}
+    if kind == "blocks":
+        files = {side: f"data/{side}-*.parquet" for side in ("train", "eval") if manifest[side]["shards"]}
+    splits = [{"split": split, "path": pattern} for split, pattern in files.items()]
     data = DatasetCardData(
         license=license,
         task_categories=["text-generation"],
         tags=["peagle", "speculative-decoding"],
-        configs=[
-            {
-                "config_name": "default",
-                "data_files": [{"split": split, "path": pattern} for split, pattern in files.items()],
-            }
-        ]
-        if files
-        else None,
+        configs=[{"config_name": "default", "data_files": splits}] if splits else None,
     )
-    text = f"# {name}\n\n{KINDS[kind]}\n\n## Provenance\n\n```json\n{json.dumps(manifest, indent=2)}\n```\n"
+    provenance = json.dumps(manifest, indent=2)
+    text = f"# {repo_id.split('/')[-1]}\n\n{KINDS[kind]}\n\n## Provenance\n\n```json\n{provenance}\n```\n"
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
 
 
-def publish(kind: str, folder, repo_id: str, manifest: dict, files: dict[str, str], args) -> str:
-    """Upload an output folder with a card, or copy it to ``args.dry_run``. Returns where it went.
+def lay_out(kind: str, output: Path, folder: Path, card: DatasetCard) -> None:
+    """Fill ``folder`` with exactly what is published. Large files are linked where the disk allows."""
+    if kind == "conversations":
+        (folder / "data").mkdir(parents=True)
+        shutil.copy(output, folder / "data/train.jsonl")
+        shutil.copy(f"{output}.manifest.json", folder / "manifest.json")
+    else:
+        hidden = shutil.ignore_patterns(".*")  # locks and unfinished shards
+        try:
+            shutil.copytree(output, folder, ignore=hidden, copy_function=os.link, dirs_exist_ok=True)
+        except OSError:  # another disk
+            shutil.copytree(output, folder, ignore=hidden, dirs_exist_ok=True)
+    card.save(folder / "README.md")
 
-    Raises FileExistsError where the folder of a dry run is there already, and the errors of huggingface_hub; the token
-    comes from its login or the environment only.
+
+def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
+    """Publish what a step wrote, or lay it out in ``args.dry_run``; returns where it went.
+
+    ``kind``: one of KINDS; ``args``: with the values of `add_hub_arguments`. The token comes from huggingface_hub's login
+    or the environment. Raises FileExistsError where the folder of a dry run is there, and huggingface_hub's OSErrors.
     """
-    card = make_card(kind, repo_id.split("/")[-1], manifest, files, args.license)
+    output, card = Path(output), make_card(kind, repo_id, manifest, args.license)
     if args.dry_run:
-        shutil.copytree(folder, args.dry_run)
-        card.save(Path(args.dry_run, "README.md"))
+        if Path(args.dry_run).exists():
+            raise FileExistsError(f"{args.dry_run} is there already: delete it, or name another folder")
+        lay_out(kind, output, Path(args.dry_run), card)
         return str(args.dry_run)
-    api = HfApi()
-    api.create_repo(repo_id, repo_type="dataset", private=args.private, exist_ok=True)
-    api.upload_folder(repo_id=repo_id, folder_path=folder, repo_type="dataset")
-    card.push_to_hub(repo_id, repo_type="dataset")
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        lay_out(kind, output, Path(folder), card)
+        HfApi().create_repo(repo_id, repo_type="dataset", private=args.private, exist_ok=True)
+        HfApi().upload_folder(repo_id=repo_id, folder_path=folder, repo_type="dataset")
     return f"https://huggingface.co/datasets/{repo_id}"

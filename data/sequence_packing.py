@@ -346,8 +346,7 @@ def main(arguments: list[str] | None = None) -> None:
         options = {"max_seq_len": args.max_seq_len, "eval_fraction": args.eval_fraction, "stop_token_ids": stop_ids}
         manifest = pack_conversations(args.input, args.output, tokenizer, **options)
         if args.push_to_hub:
-            files = {side: f"data/{side}-*.parquet" for side in SIDES if manifest[side]["shards"]}
-            print("published:", publish("blocks", args.output, args.push_to_hub, manifest, files, args))
+            print("published:", publish("blocks", args.output, args.push_to_hub, manifest, args))
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
 

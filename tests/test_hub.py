@@ -1,0 +1,78 @@
+"""What is published of each step: the exact folder, its card, and that it is read back. Nothing goes anywhere."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from chats import chat, chatml, write
+from datasets import load_dataset
+from huggingface_hub import DatasetCard
+
+from data import sequence_packing
+from data.conversations import read_rows
+from data.hub import publish
+from data.sequence_packing import load_blocks, pack_conversations
+
+
+def rows_of(count):
+    return [{"messages": chat(f"Question {i}", f"Answer {i}")} for i in range(count)]
+
+
+def dry(folder, license="mit"):
+    return SimpleNamespace(dry_run=str(folder), license=license, private=False)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_blocks(tmp_path, own_cache):
+    path, blocks, folder = write(tmp_path, rows_of(40)), tmp_path / "blocks", tmp_path / "published"
+    chatml().save_pretrained(tmp_path / "tokenizer")
+    options = ["--input", path, "--output", blocks, "--tokenizer", tmp_path / "tokenizer", "--max_seq_len", 64]
+    options += ["--eval_fraction", 0.3, "--push_to_hub", "org/chats", "--license", "mit", "--dry_run", folder]
+    sequence_packing.main(list(map(str, options)))
+    assert {file.relative_to(folder) for file in folder.rglob("*") if file.is_file()} == {
+        *(file.relative_to(blocks) for file in blocks.rglob("*") if file.is_file()),
+        *map(type(path), ["README.md"]),
+    }
+    card = DatasetCard.load(folder / "README.md")
+    assert card.data.license == "mit" and card.text.startswith("\n# chats")
+    assert json.loads((blocks / "manifest.json").read_text())["input"]["sha256"] in card.text
+    published, ours = load_dataset(str(folder)), load_blocks(blocks)
+    for side in ("train", "eval"):
+        assert published[side].to_list() == ours[side].to_list() and len(ours[side]) > 3
+    with pytest.raises(SystemExit, match="published is there already"):
+        options[3] = tmp_path / "blocks2"
+        sequence_packing.main(list(map(str, options)))
+
+
+def test_a_side_without_blocks_is_no_split(tmp_path, own_cache):
+    pack = {"max_seq_len": 64, "eval_fraction": 0, "progress": False}
+    manifest = pack_conversations(write(tmp_path, rows_of(9)), tmp_path / "blocks", chatml(), **pack)
+    publish("blocks", tmp_path / "blocks", "org/chats", manifest, dry(tmp_path / "published"))
+    assert load_dataset(str(tmp_path / "published")).keys() == {"train"}
+
+
+def test_conversations(tmp_path, own_cache):
+    path = write(tmp_path, rows_of(5))
+    manifest = {"settings": {"target": "org/target"}, "counts": {"in": 5, "done": 5}}
+    (tmp_path / "chats.jsonl.manifest.json").write_text(json.dumps(manifest))
+    folder = tmp_path / "published"
+    assert publish("conversations", path, "org/chats", manifest, dry(folder)) == str(folder)
+    assert [row for _, row in read_rows(folder)] == rows_of(5)
+    assert "org/target" in (folder / "README.md").read_text()
+
+
+def test_features_are_published_without_locks_and_rests(tmp_path):
+    features, folder = tmp_path / "features", tmp_path / "published"
+    (features / ".partial").mkdir(parents=True)
+    for name in (".lock", ".partial/rest", "manifest.json", "train-00000-of-00001.safetensors"):
+        (features / name).write_text("{}")
+    publish("features", features, "org/features", {}, dry(folder))
+    assert {file.name for file in folder.rglob("*")} == {
+        "README.md",
+        "manifest.json",
+        "train-00000-of-00001.safetensors",
+    }
