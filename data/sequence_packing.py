@@ -319,7 +319,8 @@ def load_blocks(folder, tokenizer=None, *, cache_dir=None) -> DatasetDict:
         files = [str(folder / "data" / name) for name in _shard_names(side, manifest[side]["shards"])]
         splits[side] = Dataset.from_dict({name: [] for name in BLOCKS}, BLOCKS)
         if files:  # datasets refuses a split without rows
-            splits[side] = load_dataset("parquet", data_files=files, split="train", cache_dir=cache_dir)
+            with quiet_datasets():
+                splits[side] = load_dataset("parquet", data_files=files, split="train", cache_dir=cache_dir)
         if len(splits[side]) != manifest[side]["blocks"]:
             raise ValueError(
                 f"{folder} holds {len(splits[side])} {side} blocks, but its manifest says {manifest[side]['blocks']}: "

@@ -1,0 +1,130 @@
+"""Cost of the data steps, on one thread: `python benchmarks/data_steps.py [chats.jsonl ...]`.
+
+Without files it makes its own chats. For each file and block length: the time of plain batched tokenisation of the same
+text, and, as multiples of it, what encoding adds to that (rendering the template, the mask), windows, and packing. Then
+memory and time of the whole command from 1,000 to 100,000 chats, and extraction against the target's bare forward.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from data.chat_template import encode_conversation  # noqa: E402
+from data.collator import packed_row  # noqa: E402
+from data.conversations import read_rows  # noqa: E402
+from data.sequence_packing import pack_windows  # noqa: E402
+from data.target_signals import target_signals  # noqa: E402
+from data.windows import split_sample  # noqa: E402
+from target_peagle import load_target, load_tokenizer  # noqa: E402
+
+
+WORDS = "the tide at harbour rises before noon and ships with deep draught wait for a pilot near green buoys".split()
+MEASURED = "import resource, sys; from data.sequence_packing import main; main(sys.argv[1:]); "
+MEASURED += "print('PEAK', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, file=sys.stderr)"
+
+
+def make_chats(path: Path, count: int, turns: int, longest: int) -> Path:
+    """Chats of random words: ``turns`` questions and answers of up to ``longest`` words, behind a system prompt."""
+    rng = random.Random(0)
+    with path.open("w") as file:
+        for number in range(count):
+            messages = [{"role": "system", "content": "You are a pilot. " + " ".join(rng.choices(WORDS, k=40))}]
+            for _ in range(turns):
+                for role in ("user", "assistant"):
+                    text = f"{number} " + " ".join(rng.choices(WORDS, k=rng.randint(5, longest)))
+                    messages.append({"role": role, "content": text})
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def fastest(function, repeats: int = 3) -> float:
+    """Seconds of CPU time, of the fastest of some runs."""
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        function()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def steps(path: Path, tokenizer, lengths: list[int]) -> None:
+    rows = [row for _, row in read_rows(path)]
+    samples = [encode_conversation(row, tokenizer)[0][0] for row in rows]
+    texts = [sample.chat.text for sample in samples]
+    tokens = sum(len(sample.input_ids) for sample in samples)
+    plain = fastest(lambda: tokenizer(texts, add_special_tokens=False))
+    encode = fastest(lambda: [encode_conversation(row, tokenizer) for row in rows]) / plain
+    print(
+        f"{path.name}: {len(rows):,} chats, {tokens:,} tokens, tokenised in {plain:.2f} s; encoding, that included, {encode:.2f}x"
+    )
+    for length in lengths:
+        windows = [window for sample in samples for window in split_sample(sample, length)]
+
+        def fresh():  # a sample remembers what it rendered, so each run needs new ones
+            return [encode_conversation(row, tokenizer)[0][0] for row in rows]
+
+        cut = fastest(lambda n=length: [split_sample(sample, n) for sample in fresh()]) / plain - encode
+        pack = fastest(lambda n=length, w=windows: pack_windows(w, n)) / plain
+        blocks = pack_windows(windows, length)
+        fill = sum(len(window["input_ids"]) for window in windows) / len(blocks) / length
+        print(f"  {length:>6}: {len(windows):,} windows, windows {cut:.2f}x, packing {pack:.2f}x, fill {fill:.1%}")
+
+
+def memory(folder: Path) -> None:
+    for count in (1_000, 10_000, 100_000):
+        path = make_chats(folder / f"{count}.jsonl", count, turns=1, longest=120)
+        line = ["-c", MEASURED, "--input", path, "--output", folder / f"blocks{count}", "--max_seq_len", "4096"]
+        start = time.perf_counter()
+        run = subprocess.run([sys.executable, *map(str, line)], cwd=ROOT, capture_output=True, text=True, check=True)
+        peak = run.stderr.split("PEAK")[-1].strip()
+        fill = run.stdout.split("fill ")[1].split()[0]
+        print(f"{count:>8,} chats: {time.perf_counter() - start:6.1f} s, peak {peak} MB, fill {fill}")
+
+
+@torch.no_grad()
+def extraction(folder: Path) -> None:
+    """The forward that extraction makes, with the cast to bfloat16, against a bare one; blocks of 512 in turn."""
+    target, tokenizer = load_target()
+    path = make_chats(folder / "extract.jsonl", 120, turns=1, longest=120)
+    samples = [encode_conversation(row, tokenizer)[0][0] for _, row in read_rows(path)]
+    blocks = pack_windows([w for sample in samples for w in split_sample(sample, 512)], 512)
+    layer_ids, bare, ours = [2, 15, 27], 0.0, 0.0
+    for block in blocks.select(range(8)):
+        row = packed_row([block])
+        for turn in range(3):
+            start = time.perf_counter()
+            target(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False, logits_to_keep=1)
+            middle = time.perf_counter()
+            [signal.to(torch.bfloat16) for signal in target_signals(target, row, layer_ids)]
+            if turn:  # the first warms up
+                bare, ours = bare + middle - start, ours + time.perf_counter() - middle
+    print(f"extraction runs at {bare / ours:.1%} of the bare forward's pace ({bare / 16:.2f} s a block of 512)")
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    tokenizer, _ = load_tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        files = [Path(name) for name in sys.argv[1:]]
+        files += [make_chats(folder / "short chats", 2000, 1, 120), make_chats(folder / "long chats", 60, 20, 200)]
+        for path in files:
+            steps(path, tokenizer, [512, 2048, 4096])
+        memory(folder)
+        extraction(folder)
+
+
+if __name__ == "__main__":
+    main()
