@@ -3,7 +3,8 @@
 The mask marks each assistant turn's text and the token that ends the turn. It is found by rendering prefixes of the chat,
 so the template needs no ``{% generation %}`` markers. Templates that lack something a chat has are met by a fixed rule, in
 this order, and each step is counted (`FALLBACKS`): tools, calls and results are written as text; neighbouring turns of one
-role become one; the system prompt goes into the first user turn. A template that shows earlier answers otherwise than it
+role become one; the system prompt goes into the first user turn. A template without a place for `reasoning_content` leaves it
+out, which is counted, too: the target does not write it either. A template that shows earlier answers otherwise than it
 asked for them (Qwen3 drops thoughts) makes one sample of each answer, in which the chat stands as the target saw it.
 """
 
@@ -240,6 +241,9 @@ def encode_conversation(row: dict, tokenizer, stop_token_ids: Collection[int] = 
     samples = [sample for sample in samples if any(sample.loss_mask)]
     if not samples:
         raise BadConversation("no supervised token")
+    thoughts = (str(message.get("reasoning_content", "")).strip() for message in messages)
+    if any(all(thought not in sample.chat.text for sample in samples) for thought in thoughts):
+        changes.append("thoughts that the template leaves out")
     return samples, changes
 
 

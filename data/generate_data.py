@@ -25,12 +25,12 @@ import time
 import zlib
 from collections import Counter, deque
 from collections.abc import Collection, Generator, Iterator
-from contextlib import suppress
+from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, GenerationConfig
 
 from data.backends import InProcess, Reply, Request, RequestFailed, Server
 from data.chat_template import encode_conversation
@@ -38,7 +38,7 @@ from data.conversations import BadConversation, read_jsonl
 from data.hub import add_hub_arguments, publish
 from data.plans import plan_prompts, plan_self_prompted, special_ids, user_ends
 from data.windows import up_to_words
-from target_peagle import load_target
+from target_peagle import load_target, load_tokenizer
 
 
 SELF_PROMPTED = 100  # conversations, where no number is asked for
@@ -180,6 +180,19 @@ class _Output:
         self.path, self.settings, self.names, self.openings = path, settings, set(), set()
         self.manifest = path.with_name(path.name + ".manifest.json")
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(f"{path}.lock", timeout=0)
+        try:
+            self.lock.acquire()
+        except Timeout:
+            raise ValueError(f"another run is writing {path}: wait for it, or name another output") from None
+        try:
+            self._open()
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def _open(self) -> None:
+        path, settings = self.path, self.settings
         if self.manifest.exists():
             before = json.loads(self.manifest.read_text())["settings"]
             for key in settings | before:
@@ -203,6 +216,10 @@ class _Output:
                 raise ValueError(f"{self.path}, line {number} is no row of this command: name another output")
             self.names.add(row["id"])
             self.openings.add(_opening(row["messages"], row.get("tools")))
+
+    def close(self) -> None:
+        self.file.close()
+        self.lock.release()
 
     def write(self, row: dict) -> None:
         self.file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
@@ -318,7 +335,7 @@ def generate_data(
         tokens = words * USER_TOKENS + answers * max_new_tokens
         cost = f"at most {words} user turns and {answers} answers to write, {tokens:,} tokens"
     report = _Report(rows, cost, backend.slots, progress)
-    with backend, store.file, report.bar:
+    with backend, closing(store), report.bar:
         for name, row, notes in run_all(todo(), backend, start):
             try:
                 if isinstance(row, Exception):
@@ -350,12 +367,7 @@ def _backend(args) -> tuple[InProcess | Server, object]:
     if args.base_url is None:
         target, tokenizer = load_target(args.target_model)
         return InProcess(target, tokenizer, batch_size=args.batch_size, max_length=args.max_length), tokenizer
-    tokenizer, stop_ids = None, None
-    if args.target_model is not None:
-        tokenizer = AutoTokenizer.from_pretrained(args.target_model)
-        with suppress(OSError):  # a folder with a tokenizer alone: its EOS is what ends a turn
-            stop_ids = GenerationConfig.from_pretrained(args.target_model).eos_token_id
-    stop_ids = stop_ids if isinstance(stop_ids, list) else [i for i in [stop_ids] if i is not None]
+    tokenizer, stop_ids = load_tokenizer(args.target_model) if args.target_model else (None, set())
     options = {"tokenizer": tokenizer, "stop_ids": stop_ids, "concurrency": args.concurrency}
     return Server(args.base_url, args.served_model, **options), tokenizer
 

@@ -6,14 +6,14 @@ import sys
 
 import pytest
 import torch
+from chats import gemma
+from conftest import GEMMA, WINDOW, plain
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.utils.import_utils import is_serve_available
 
 from data.backends import InProcess, Request, RequestFailed, SeededSampling, Server
 from data.conversations import read_jsonl
 from data.generate_data import generate_data
-from tests.chats import gemma
-from tests.conftest import GEMMA, WINDOW, plain
 from tests.test_generate_data import (  # noqa: F401
     USER,
     folder,

@@ -295,3 +295,16 @@ def test_a_greeting_is_context():
     assert supervised_runs(encoded, chatml()) == ["Hi<|im_end|>"]
     # A template in which the user speaks first has no place for it.
     assert reason_of({"messages": messages}, gemma()) == "template refused"
+
+
+THINKING = CHATML.replace(
+    "m.content +", "('<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '') + m.content +"
+)
+
+
+def test_thoughts_are_supervised_or_counted_as_left_out():
+    row = {"messages": [HELLO, {"role": "assistant", "reasoning_content": "They greet.", "content": "Hi"}]}
+    samples, changes = encode_conversation(row, chatml(THINKING))
+    encoded = {"input_ids": samples[0].input_ids, "loss_mask": samples[0].loss_mask}
+    assert supervised_runs(encoded, chatml()) == ["<think>They greet.</think>Hi<|im_end|>"] and changes == []
+    assert encode_conversation(row, chatml())[1] == ["thoughts that the template leaves out"]

@@ -57,6 +57,22 @@ def test_without_isolation_the_signals_are_others(target_llama, blocks):
         assert (signal[0, first:] - right).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
+def test_every_attention_that_runs_here_keeps_documents_apart(attention, name, blocks):
+    target = make_target(name)
+    target.set_attn_implementation(attention)
+    block = load_blocks(blocks)["train"][0]
+    row, first = packed_row([block]), block["seq_lengths"][0]
+    expected = alone(make_target(name), block["input_ids"][first:], LAYERS)
+    torch.testing.assert_close(
+        [s[0, first:] for s in target_signals(target, row, LAYERS)], list(expected), atol=1e-5, rtol=1e-5
+    )
+    row["position_ids"] = torch.arange(LONGEST)[None]
+    for signal, right in zip(target_signals(target, row, LAYERS), expected):
+        assert (signal[0, first:] - right).abs().max() > 0.1
+
+
 def test_a_target_that_mixes_documents_is_refused(target_llama, blocks, tmp_path):
     check_isolation(target_llama, LAYERS)
 

@@ -11,6 +11,8 @@ from collections import Counter
 
 import pytest
 import torch
+from chats import CHATML, make_tokenizer
+from conftest import ROOT, SIZES, plain
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.backends import InProcess, Reply
@@ -18,8 +20,6 @@ from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_jsonl
 from data.generate_data import _fault_of_words, converse, generate_data, main
 from data.plans import TOPICS, plan_row, plan_self_prompted, user_ends
-from tests.chats import CHATML, make_tokenizer
-from tests.conftest import ROOT, SIZES, plain
 
 
 ENDS = ["<|im_end|>", "<e1>", "<e2>", "<e3>"]  # several, so that a random target ends its turns now and then
