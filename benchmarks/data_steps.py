@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from data.chat_template import encode_conversation  # noqa: E402
 from data.collator import packed_row  # noqa: E402
-from data.conversations import read_rows  # noqa: E402
+from data.conversations import BadConversation, read_rows  # noqa: E402
 from data.sequence_packing import pack_windows  # noqa: E402
 from data.target_signals import target_signals  # noqa: E402
 from data.windows import split_sample  # noqa: E402
@@ -70,7 +70,11 @@ def steps(path: Path, tokenizer, lengths: list[int]) -> None:
         f"{path.name}: {len(rows):,} chats, {tokens:,} tokens, tokenised in {plain:.2f} s; encoding, that included, {encode:.2f}x"
     )
     for length in lengths:
-        windows = [window for sample in samples for window in split_sample(sample, length)]
+        try:
+            windows = [window for sample in samples for window in split_sample(sample, length)]
+        except BadConversation as bad:
+            print(f"  {length:>6}: {bad}")
+            continue
 
         def fresh():  # a sample remembers what it rendered, so each run needs new ones
             return [encode_conversation(row, tokenizer)[0][0] for row in rows]
