@@ -49,12 +49,13 @@ def make_chats(path: Path, count: int, turns: int, longest: int) -> Path:
     return path
 
 
-def fastest(function, repeats: int = 3) -> float:
-    """Seconds of CPU time, of the fastest of some runs."""
+def fastest(function, prepare=lambda: None, repeats: int = 3) -> float:
+    """Seconds of CPU time that ``function`` takes of what ``prepare`` returns, in the fastest of some runs."""
     times = []
     for _ in range(repeats):
+        prepared = prepare()
         start = time.process_time()
-        function()
+        function(prepared)
         times.append(time.process_time() - start)
     return min(times)
 
@@ -64,8 +65,12 @@ def steps(path: Path, tokenizer, lengths: list[int]) -> None:
     samples = [encode_conversation(row, tokenizer)[0][0] for row in rows]
     texts = [sample.chat.text for sample in samples]
     tokens = sum(len(sample.input_ids) for sample in samples)
-    plain = fastest(lambda: tokenizer(texts, add_special_tokens=False))
-    encode = fastest(lambda: [encode_conversation(row, tokenizer) for row in rows]) / plain
+
+    def encoded(_=None):  # a chat remembers what it rendered, so each run needs new ones
+        return [encode_conversation(row, tokenizer)[0][0] for row in rows]
+
+    plain = fastest(lambda _: tokenizer(texts, add_special_tokens=False))
+    encode = fastest(encoded) / plain
     print(
         f"{path.name}: {len(rows):,} chats, {tokens:,} tokens, tokenised in {plain:.2f} s; encoding, that included, {encode:.2f}x"
     )
@@ -76,11 +81,8 @@ def steps(path: Path, tokenizer, lengths: list[int]) -> None:
             print(f"  {length:>6}: {bad}")
             continue
 
-        def fresh():  # a sample remembers what it rendered, so each run needs new ones
-            return [encode_conversation(row, tokenizer)[0][0] for row in rows]
-
-        cut = fastest(lambda n=length: [split_sample(sample, n) for sample in fresh()]) / plain - encode
-        pack = fastest(lambda n=length, w=windows: pack_windows(w, n)) / plain
+        cut = fastest(lambda new, n=length: [split_sample(sample, n) for sample in new], encoded) / plain
+        pack = fastest(lambda _, n=length, w=windows: pack_windows(w, n)) / plain
         blocks = pack_windows(windows, length)
         fill = sum(len(window["input_ids"]) for window in windows) / len(blocks) / length
         print(f"  {length:>6}: {len(windows):,} windows, windows {cut:.2f}x, packing {pack:.2f}x, fill {fill:.1%}")
