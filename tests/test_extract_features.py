@@ -57,17 +57,9 @@ def test_without_isolation_the_signals_are_others(target_llama, blocks):
         assert (signal[0, first:] - right).abs().max() > 0.1
 
 
-# With a sliding window flex attention gives NaN on a CPU, for a single document too; extraction refuses what is not finite.
-RUNS_HERE = [
-    ("eager", "llama"),
-    ("eager", "gemma3"),
-    ("sdpa", "llama"),
-    ("sdpa", "gemma3"),
-    ("flex_attention", "llama"),
-]
-
-
-@pytest.mark.parametrize(("attention", "name"), RUNS_HERE)
+# Not flex attention, which gives wrong and changing values on a CPU (torch 2.13), for a single document too.
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_every_attention_that_runs_here_keeps_documents_apart(attention, name, blocks):
     target = make_target(name)
     target.set_attn_implementation(attention)
