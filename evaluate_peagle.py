@@ -32,6 +32,7 @@ from target_peagle import load_target
 
 ROOT = Path(__file__).resolve().parent
 SHOWN = 600  # characters of the prompt, from its end
+FEW = 3  # prompts below which no verdict is given
 WAYS, SPEED_UPS = ("stock", "plain", "drafted"), {"speed_up": "plain", "speed_up_over_stock": "stock"}
 HEADING = "\n{name:18} prompt   new{stock} plain/s drafted/s speed-up   tau saved same  kept at depth 1, 2, ..."
 ROW = (
@@ -270,6 +271,8 @@ def print_table(report: dict):
         (low, high), (least, most) = (total["intervals"][name] for name in ("speed_up", "tau"))
         words = {key: cells(total)[key] for key in ("joint", "conditional")}
         words["verdict"] = "faster than" if low > 1 else "slower than" if high < 1 else "no clear difference from"
+        if len(report["prompts"]) < FEW:  # the interval is over prompts
+            words["verdict"] = "too few prompts to compare with"
         # A GPU works on after the call that starts a forward, and the wait for its result falls outside.
         words["rest"] = "Python and waiting for the GPU" if machine["gpu"] else "Python"
         words |= {"prepacked": "prepacked " if prepacked else "", "depth": len(total["joint"])}
@@ -291,7 +294,12 @@ def main(argv: list[str] | None = None) -> int:
     if not Path(args.drafter, "config.json").is_file() and (
         Path(args.drafter).exists() or args.drafter.count("/") != 1
     ):
-        raise FileNotFoundError(f"There is no drafter in {args.drafter}: train one, or name one with --drafter.")
+        raise FileNotFoundError(
+            f"There is no drafter in {args.drafter}: name a folder that train_peagle.py made, or a Hub id."
+        )
+    asked = args.held_out_file or args.prompts
+    if not (asked.startswith("hf://") or Path(asked).is_file()):
+        raise FileNotFoundError(f"There is no file {asked}: name prompts in JSON Lines.")
     if args.output:
         Path(args.output).touch()  # what cannot be written should fail before the measurement
     target, tokenizer = load_target(args.target, dtype=args.dtype)

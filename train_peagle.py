@@ -362,6 +362,9 @@ def main(args: PEagleArguments):
         print("held-out conversations:", trainer.evaluate())
     if trainer.is_world_process_zero():
         drafter.to(getattr(torch, args.save_dtype)).save_pretrained(args.output_dir)
+        print(
+            f"the drafter is in {args.output_dir}; see what it gains: python evaluate_peagle.py --drafter {args.output_dir}"
+        )
 
 
 if __name__ == "__main__":

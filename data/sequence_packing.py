@@ -207,8 +207,6 @@ def pack_conversations(
     writing failed. After any of these there is no output; what is done stays in ``<output>.partial``.
     """
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise FileExistsError(f"{output} is there already: delete it, or name another output")
     settings = {
         "max_seq_len": max_seq_len,
         "eval_fraction": eval_fraction,
@@ -217,6 +215,12 @@ def pack_conversations(
         "chat_template_hash": _template_hash(tokenizer),
         "stop_token_ids": sorted(stop_token_ids),
     }
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        made = json.loads((output / MANIFEST).read_text()) if (output / MANIFEST).is_file() else {}
+        if any(made.get(name) != value for name, value in settings.items()):
+            raise FileExistsError(f"{output} is there already: delete it, or name another output")
+        print(f"{output} is made already, with the same settings")
+        return made
     partial = output.with_name(f"{output.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     try:
@@ -248,7 +252,10 @@ def pack_conversations(
             shutil.rmtree(partial)  # nothing to go on with
     if progress:
         for side in SIDES:
-            print(f"{side}:", ", ".join(f"{key} {n:,}" for key, n in manifest[side].items() if n is not None))
+            counts = {
+                key: f"{n:.1%}" if key == "fill" else f"{n:,}" for key, n in manifest[side].items() if n is not None
+            }
+            print(f"{side}:", ", ".join(f"{key} {n}" for key, n in counts.items()))
         print("a sample, supervised tokens in brackets:", first_sample(blocks_of(output), tokenizer), sep="\n")
     return manifest
 

@@ -139,7 +139,11 @@ class Report:
         self.first.setdefault(f"skipped: {bad.reason}", f" (first in line {number}: {bad})")
 
     def __str__(self):
-        return "; ".join(f"{count} {name}{self.first.get(name, '')}" for name, count in self.counts.items())
+        sums = [name for name in self.counts if name.startswith("skipped: ")]
+        sums = [name for name in ("read", "train", "eval", *sums) if self.counts[name]]
+        kept = [name for name in self.counts if name not in sums and self.counts[name]]
+        words = [f"{self.counts[name]} {name}{self.first.get(name, '')}" for name in sums]
+        return "; ".join(words + [f"of the kept {self.counts[name]} {name}" for name in kept])
 
     def check(self, eval_fraction: float):
         """Raise ValueError where nothing is left to train on, AssertionError where the counts do not add up."""
