@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From raw conversations, or from nothing but a target, to an evaluated drafter. Interrupted, it goes on where it was.
 #   bash run_full_pipeline.sh [prompts.jsonl]       (without prompts the target writes the user turns as well)
-# The sizes are for a look at all steps on a laptop, in about a quarter of an hour; for a drafter worth having see the README.
+# The sizes are for a look at all steps on a laptop, in about ten minutes; for a drafter worth having see the README.
 set -euo pipefail
 cd "$(dirname "$0")"
 

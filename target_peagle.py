@@ -99,12 +99,18 @@ def load_tokenizer(name: str | None = None) -> tuple[PreTrainedTokenizerBase, se
     source = os.path.expanduser(name or (DEFAULT_TARGET if _hub_answers(DEFAULT_TARGET) else _find_default()))
     tokenizer = AutoTokenizer.from_pretrained(source)
     try:
-        stop_ids = GenerationConfig.from_pretrained(source).eos_token_id
+        config = GenerationConfig.from_pretrained(source)
     except OSError:  # a folder with a tokenizer alone: its EOS is what ends a turn
-        stop_ids = None
+        config = GenerationConfig()
     if name is None:
         tokenizer.name_or_path = DEFAULT_TARGET  # not the folder of this machine
-    return tokenizer, set(stop_ids if isinstance(stop_ids, list) else [stop_ids]) - {None}
+    return tokenizer, stop_token_ids(config)
+
+
+def stop_token_ids(config: GenerationConfig) -> set[int]:
+    """The ids that end a turn, of which a generation config holds one, a list or none."""
+    ids = config.eos_token_id
+    return set(ids if isinstance(ids, list) else [ids]) - {None}
 
 
 def _load(source: str, dtype: torch.dtype | str, attn_implementation: str, **where: str | bool) -> tuple:

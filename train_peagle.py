@@ -23,7 +23,7 @@ from data.sequence_packing import first_sample, load_blocks, pack_file
 from data.target_signals import target_signals
 from data.vocabulary import choose_draft_vocabulary, choose_mask_token, count_tokens
 from modeling_peagle import PEagleModel, slot_layout, slot_visibility
-from target_peagle import DEFAULT_TARGET, load_target
+from target_peagle import DEFAULT_TARGET, load_target, stop_token_ids
 
 
 @dataclass
@@ -302,8 +302,7 @@ def main(args: PEagleArguments):
         # accelerate starts every process with one thread, whatever the machine has.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.world_size))
     target, tokenizer = load_target(args.target_model, device=args.device)
-    stop_ids = target.generation_config.eos_token_id
-    stop_ids = set(stop_ids if isinstance(stop_ids, list) else [stop_ids]) - {None}
+    stop_ids = stop_token_ids(target.generation_config)
     blocks = read_blocks(args, tokenizer, stop_ids)
     train, held_out = blocks["train"], blocks["eval"]
     print("a sample, supervised tokens in brackets:", first_sample(texts_of(train), tokenizer), sep="\n")

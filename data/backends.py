@@ -27,6 +27,7 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation
+from target_peagle import stop_token_ids
 
 
 PAGE = 32  # tokens per page of the cache; the default of 256 would waste most of a short chat's last page
@@ -117,8 +118,7 @@ class InProcess:
         self.slots = 2 * batch_size  # as many wait for a place, so that none stays empty while Python thinks
         self.max_length = min(max_length, target.config.get_text_config().max_position_embeddings)
         self.settings = {"back_end": "in process", "target": target.name_or_path, "max_length": self.max_length}
-        ends = target.generation_config.eos_token_id
-        self.stop_ids = set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self.stop_ids = stop_token_ids(target.generation_config)
         self.stop_ids |= {i for i in [tokenizer.eos_token_id] if i is not None}
         self.ends = {}
 

@@ -6,6 +6,7 @@ from jinja2 import TemplateError
 
 from data.conversations import BadConversation, read_jsonl, read_rows
 from data.windows import Report, read_windows
+from target_peagle import stop_token_ids
 
 
 def read_prompts(path, tokenizer) -> list[dict]:
@@ -41,8 +42,7 @@ def held_out_prompts(path, tokenizer, target) -> list[dict]:
     from train_peagle import PEagleArguments  # its defaults decide the split; the import takes seconds
 
     split = {"max_seq_len": PEagleArguments.max_seq_len, "eval_fraction": PEagleArguments.eval_fraction}
-    stop_ids = target.generation_config.eos_token_id
-    split["stop_token_ids"] = stop_ids if isinstance(stop_ids, list) else [stop_ids]
+    split["stop_token_ids"] = stop_token_ids(target.generation_config)
     chats = read_windows(read_rows(path), tokenizer, Report(), {}, **split)
     held_out = [windows[0] for _, side, windows in chats if side == "eval" and windows[0]["loss_mask"].any()]
     prompts = [window["input_ids"][: window["loss_mask"].argmax()].tolist() for window in held_out]

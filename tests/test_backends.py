@@ -9,7 +9,6 @@ import torch
 from chats import gemma
 from conftest import GEMMA, WINDOW, plain
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-from transformers.utils.import_utils import is_serve_available
 
 from data.backends import InProcess, Request, RequestFailed, SeededSampling, Server
 from data.conversations import read_jsonl
@@ -80,7 +79,6 @@ def test_an_absent_server_fails_every_row(tmp_path):
         Server("http://127.0.0.1:9/v1", retries=0)
 
 
-@pytest.mark.skipif(not is_serve_available(), reason="transformers serve needs: pip install openai")
 def test_a_real_server(folder, target, tokenizer, tmp_path):  # noqa: F811
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
