@@ -10,12 +10,14 @@ and live here once: what a slot holds ([`slot_layout`]), what it sees ([`slot_vi
 feed it (`default_layer_ids`). Paper: https://huggingface.co/papers/2602.01469.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import (
@@ -40,6 +42,8 @@ except ImportError:
 
 # A prompt is read in pieces of this many slots, so that the attention mask stays far below prompt x prompt.
 MAX_SLOTS = 1024
+# Logits that training holds at a time (64 MB in float32); of more rows, the head's work is done again for the gradient.
+MAX_LOGITS = 2**24
 
 
 def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int):
@@ -80,11 +84,13 @@ class PEagleOutput(ModelOutput):
     logits (`torch.FloatTensor` of shape `(batch, rows, draft_vocab_size)`): Scores over the draft vocabulary.
     last_hidden_state (`torch.FloatTensor` of shape `(batch, rows, hidden_size)`): After the final norm.
     cache (`Cache`, *optional*): The cache that was passed in.
+    scores (`torch.Tensor`, *optional*): In place of the logits, what `score` made of them, `(..., rows)`.
     """
 
     logits: torch.FloatTensor | None = None
     last_hidden_state: torch.FloatTensor | None = None
     cache: Cache | None = None
+    scores: torch.Tensor | None = None
 
 
 class PEagleFirstLayer(LlamaDecoderLayer):
@@ -189,6 +195,7 @@ class PEagleModel(LlamaPreTrainedModel):
         embedding: torch.Tensor | None = None,
         cache: Cache | None = None,
         rows: slice | torch.LongTensor = slice(None),
+        score: Callable[[torch.Tensor, slice], torch.Tensor] | None = None,
     ) -> PEagleOutput:
         """One pass over slots (see [`slot_layout`] for the first, third and fourth argument).
 
@@ -203,6 +210,8 @@ class PEagleModel(LlamaPreTrainedModel):
                 unless the drafter has its own.
             cache (`Cache`, *optional*): Keys and values of earlier slots; these are appended.
             rows (`slice` or `torch.LongTensor`): The slots to score; the head is as large as all layers together.
+            score (`Callable`, *optional*): For training a batch of 1, takes the logits `(n, draft_vocab_size)` of some of the
+                rows and which ones (a `slice`), and returns a tensor `(..., n)`. The logits of all rows never exist at once.
         """
         table = self.embed_tokens.weight if self.config.own_embeddings else embedding
         inputs_embeds = F.embedding(input_ids, table).to(self.dtype)
@@ -223,7 +232,23 @@ class PEagleModel(LlamaPreTrainedModel):
         for layer in self.layers[1:]:
             hidden_states = layer(hidden_states, **shared)
         hidden_states = self.norm(hidden_states[:, rows])
-        return PEagleOutput(logits=self.lm_head(hidden_states), last_hidden_state=hidden_states, cache=cache)
+        output = PEagleOutput(last_hidden_state=hidden_states, cache=cache)
+        if score is None:
+            output.logits = self.lm_head(hidden_states)
+        else:
+            output.scores = self._score(hidden_states[0], score)
+        return output
+
+    def _score(self, hidden_states: torch.Tensor, score) -> torch.Tensor:
+        rows, size = len(hidden_states), max(MAX_LOGITS // self.config.draft_vocab_size, 1)
+
+        def part(hidden_states, rows):
+            return score(self.lm_head(hidden_states), rows)
+
+        if rows <= size:
+            return part(hidden_states, slice(0, rows))
+        parts = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+        return torch.cat([checkpoint(part, hidden_states[p], p, use_reentrant=False) for p in parts], dim=-1)
 
     @torch.no_grad()
     def draft(self, input_ids, features, num_tokens: int, cache: Cache, embedding=None) -> torch.Tensor:

@@ -6,24 +6,23 @@ that it learns; the drafter learns all depths of all sampled slots in one forwar
 
 import os
 import sys
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 from trl import TrlParser
 
 from configuration_peagle import PEagleConfig
 from data.collator import PackingCollator
-from data.feature_shards import FeatureShards, ShardShuffle
+from data.feature_shards import FeatureShards
 from data.sequence_packing import first_sample, load_blocks, pack_file
-from data.target_signals import target_signals
 from data.vocabulary import choose_draft_vocabulary, choose_mask_token, count_tokens
-from modeling_peagle import PEagleModel, slot_layout, slot_visibility
+from losses_peagle import LOSSES, WEIGHTS
+from modeling_peagle import PEagleModel
 from target_peagle import DEFAULT_TARGET, load_target, stop_token_ids
+from trainer_peagle import PEagleTrainer, TargetSignals
 
 
 @dataclass
@@ -47,6 +46,20 @@ class PEagleArguments(TrainingArguments):
     num_depths: int = HfArg(default=5, help="Depths to train (K_train), at least speculation_depth.")
     cod_ratio: float = HfArg(default=0.7, help="Share of the slots kept from one depth to the next (COD sampling).")
     cod_floor: float = HfArg(default=0.2, help="Smallest share of the slots kept at any depth.")
+    max_anchors: int | None = HfArg(
+        default=None, help="Most slots of any depth beyond the first in a batch; no limit if unset."
+    )
+    segment_length: int = HfArg(
+        default=1024,
+        help="Tokens of a text to learn at a time; the gradient is that of the whole, the memory that of a segment.",
+    )
+    loss: str = HfArg(default="kl", help="Loss of a slot: " + ", ".join(f"`{name}`" for name in LOSSES) + ".")
+    depth_weights: str = HfArg(
+        default="uniform", help="What its depth counts: " + ", ".join(f"`{name}`" for name in WEIGHTS) + "."
+    )
+    feature_noise: float = HfArg(
+        default=0.0, help="Uniform noise on the features, as a share of their root mean square."
+    )
     mask_token_id: int | None = HfArg(default=None, help="Reserved token of the mask slots; found if unset.")
     embeddings: str = HfArg(
         default="borrowed",
@@ -86,8 +99,10 @@ class PEagleArguments(TrainingArguments):
             )
         if self.save_dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"--save_dtype is {self.save_dtype!r}; choose float32, bfloat16 or float16.")
-        if self.embeddings not in ("borrowed", "mask_row", "trained"):
-            raise ValueError(f"--embeddings is {self.embeddings!r}; choose borrowed, mask_row or trained.")
+        choices = {"embeddings": ("borrowed", "mask_row", "trained"), "loss": LOSSES, "depth_weights": WEIGHTS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval_fraction is {self.eval_fraction}; choose from 0 (hold nothing out) to below 1.")
         if not (0 < self.cod_ratio <= 1 and 0 <= self.cod_floor <= 1):
@@ -102,150 +117,6 @@ class PEagleArguments(TrainingArguments):
             raise ValueError(
                 "--neftune_noise_alpha is not supported: the embeddings that it disturbs are the target's."
             )
-
-
-class TargetSignals:
-    """What the frozen target contributes to a packed row: features for the drafter, and its distribution as the teacher.
-
-    Args:
-        target (`PreTrainedModel`): The target.
-        config (`PEagleConfig`): The drafter's configuration.
-        draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): Target ids of the draft vocabulary.
-        keep (`bool`): Keep the outputs of every block in memory: `4 * (features + hidden_size)` bytes per token in float32.
-    """
-
-    def __init__(self, target, config: PEagleConfig, draft_ids: torch.LongTensor, keep: bool):
-        self.target, self.layer_ids = target, config.eagle_aux_hidden_state_layer_ids
-        text = target.config.get_text_config()
-        self.head = target.get_output_embeddings().weight[draft_ids.to(target.device)].float()
-        self.softcap = getattr(text, "final_logit_softcapping", None)
-        self.kept = {} if keep else None
-
-    @torch.no_grad()
-    def __call__(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
-        """Features `(1, tokens, layers * target_hidden_size)` and post-norm last hidden states `(1, tokens, width)`."""
-        if "features" in inputs:  # from the disk
-            return inputs["features"], inputs["last_hidden"]
-        lengths = inputs["cu_seq_lens_q"].diff().tolist()
-        if self.kept is not None:
-            # Documents do not see each other, so each is kept by itself, under its tokens, whatever block it is packed in.
-            keys = [ids.cpu().numpy().tobytes() for ids in inputs["input_ids"][0].split(lengths)]
-            if all(key in self.kept for key in keys):
-                return tuple(torch.cat(parts, dim=1) for parts in zip(*(self.kept[key] for key in keys)))
-        signals = target_signals(self.target, inputs, self.layer_ids)
-        if self.kept is not None:
-            parts = zip(*(signal.split(lengths, dim=1) for signal in signals))
-            self.kept.update((key, tuple(part.clone() for part in pair)) for key, pair in zip(keys, parts))
-        return signals
-
-    @torch.no_grad()
-    def distribution(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's next-token distribution over the draft vocabulary, renormalised; `(rows, draft_vocab_size)`."""
-        logits = F.linear(hidden.float(), self.head)
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits.softmax(dim=-1)
-
-
-def kl_to_target(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """KL(teacher || drafter) of each row; `logits` and the probabilities `teacher` are `(rows, draft_vocab_size)`."""
-    cross_entropy = logits.logsumexp(dim=-1) - (teacher * logits).sum(dim=-1)
-    return cross_entropy - torch.special.entr(teacher).sum(dim=-1)
-
-
-class EpochCallback(TrainerCallback):
-    """Tells the collator the epoch, so that it samples other slots in each."""
-
-    def __init__(self, collator):
-        self.collator = collator
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.collator.epoch = int(state.epoch)
-
-
-class PEagleTrainer(Trainer):
-    """A [`Trainer`] whose loss is the drafter's over all sampled slots, averaged over every scored slot of a step.
-
-    Args (beside those of [`Trainer`]):
-        signals (`TargetSignals`): The frozen target.
-    """
-
-    _tag_names = ["peagle", "speculative-decoding"]
-
-    def __init__(self, *args, signals: TargetSignals, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.signals = signals
-        self.add_callback(EpochCallback(self.data_collator))
-        # The loss is divided by the scored slots of the whole step, over micro-batches and processes.
-        self.model_accepts_loss_kwargs = True
-        self.label_names = ["labels"]
-        self.draft_ids = self.model.draft_ids()
-        self.embedding = None
-        if not self.model.config.own_embeddings:
-            self.embedding = signals.target.get_input_embeddings().weight
-        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        features, hidden = self.signals(inputs)
-        anchor, depth, scored = inputs["anchor"], inputs["depth"], inputs["scored"]
-        slot_ids, feature_index, slot_positions = slot_layout(
-            inputs["input_ids"][0], inputs["position_ids"][0], anchor, depth, self.model.config.mask_token_id
-        )
-        document = inputs["document_ids"][0][anchor]
-        visible = slot_visibility(anchor[:, None], depth[:, None], anchor, depth) & (document[:, None] == document)
-        output = model(
-            slot_ids[None],
-            features,
-            feature_index[None],
-            slot_positions[None],
-            visible[None],
-            embedding=self.embedding,
-            rows=scored,
-        )
-        logits = output.logits[0].float()
-        # The token at a + 2 + d is what the target predicts at a + 1 + d; many slots share such a place.
-        places, shared = torch.unique((anchor + 1 + depth)[scored], return_inverse=True)
-        teacher = self.signals.distribution(hidden[0, places])[shared]
-        losses = kl_to_target(logits, teacher)
-        count = num_items_in_batch if num_items_in_batch is not None else max(len(scored), 1)
-        loss = losses.sum() / max(count, 1)
-        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # the gradient is averaged over processes afterwards
-        self._record(logits, inputs["labels"][0], depth[scored])
-        return (loss, {"logits": logits}) if return_outputs else loss
-
-    def _get_train_sampler(self, train_dataset=None):
-        if isinstance(self.train_dataset, FeatureShards):
-            return ShardShuffle(self.train_dataset, self.args.seed)
-        return super()._get_train_sampler(train_dataset)
-
-    @torch.no_grad()
-    def _record(self, logits, labels, depth):
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        correct = self.draft_ids.to(logits.device)[logits.argmax(dim=-1)] == labels
-        for d in range(self.model.config.num_depths):
-            at_depth = correct[depth == d]
-            metrics[f"accuracy_depth_{d}"].append((at_depth.sum().item(), len(at_depth)))
-
-    def get_decay_parameter_names(self, model):
-        """Without the embeddings: with `mask_row`, decay would shrink the rows that are not trained."""
-        return [name for name in super().get_decay_parameter_names(model) if "embed_tokens" not in name]
-
-    def log(self, logs: dict, start_time: float | None = None):
-        """Adds the share of correct top-1 draft tokens per depth since the last log, over this process' slots."""
-        mode = "train" if self.model.training else "eval"
-        prefix = "" if mode == "train" else "eval_"
-        for name, counts in self._metrics[mode].items():
-            right, total = map(sum, zip(*counts))
-            logs[prefix + name] = round(right / max(total, 1), 4)
-        self._metrics[mode].clear()
-        super().log(logs, start_time)
-
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            loss = self.compute_loss(model, inputs)
-        return loss, None, None
 
 
 def freeze(drafter: PEagleModel, embeddings: str):
@@ -348,7 +219,7 @@ def main(args: PEagleArguments):
         args=args,
         train_dataset=train,
         eval_dataset=held_out if len(held_out) else None,
-        data_collator=PackingCollator(args.num_depths, args.cod_ratio, args.cod_floor),
+        data_collator=PackingCollator(args.num_depths, args.cod_ratio, args.cod_floor, args.max_anchors),
         signals=TargetSignals(target, config, drafter.draft_ids(), args.keep_features),
     )
     if len(trainer.get_train_dataloader()) == 0:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 
 
-def sample_slots(loss_mask, document_ids, num_depths: int, cod_ratio: float, cod_floor: float, generator=None):
+def sample_slots(
+    loss_mask, document_ids, num_depths: int, cod_ratio: float, cod_floor: float, max_anchors=None, generator=None
+):
     """Conditional-drop-token (COD) sampling: which slots of a packed row to train, and which of them carry a loss.
 
     All slots of depth 0 are kept, as they are the context of the others. A slot of depth d is a candidate if its whole
@@ -17,6 +19,7 @@ def sample_slots(loss_mask, document_ids, num_depths: int, cod_ratio: float, cod
         document_ids (`torch.LongTensor` of shape `(tokens,)`): The document of each token; documents are contiguous.
         num_depths (`int`): Depths to train.
         cod_ratio (`float`), cod_floor (`float`): See above; a ratio of 1 keeps everything.
+        max_anchors (`int`, *optional*): Most slots of any depth beyond 0, which bounds the memory.
 
     Returns:
         `(anchor, depth, scored)`: `torch.LongTensor` of shape `(slots,)` twice, ordered by depth, and the indices of the
@@ -37,6 +40,7 @@ def sample_slots(loss_mask, document_ids, num_depths: int, cod_ratio: float, cod
             scored.append(torch.searchsorted(context, kept))
             continue
         wanted = round(len(candidates) * max(cod_ratio**depth, cod_floor))
+        wanted = wanted if max_anchors is None else min(wanted, max_anchors)
         kept = kept[torch.randperm(len(kept), generator=generator)[:wanted].sort().values]
         scored.append(sum(map(len, anchors)) + torch.arange(len(kept)))
         anchors.append(kept)
@@ -80,14 +84,14 @@ class PackingCollator:
     | key | shape | |
     |---|---|---|
     | `anchor`, `depth` | `(slots,)` | see [`sample_slots`] |
-    | `scored` | `(rows,)` | slots that carry a loss |
-    | `labels` | `(1, rows)` | the token that each of them predicts |
+    | `labels` | `(1, slots)` | the token that a slot predicts, -100 where it carries no loss |
     | `features`, `last_hidden` | `(1, tokens, ...)` | where the blocks have them, see [`data.feature_shards`] |
     """
 
     num_depths: int
     cod_ratio: float
     cod_floor: float
+    max_anchors: int | None = None
     epoch: int = 0
 
     def __call__(self, blocks: list[dict]) -> dict:
@@ -102,9 +106,12 @@ class PackingCollator:
             self.num_depths,
             self.cod_ratio,
             self.cod_floor,
+            self.max_anchors,
             torch.Generator().manual_seed(seed),
         )
-        row |= {"anchor": anchor, "depth": depth, "scored": scored}
+        labels = torch.full_like(anchor, -100)
+        labels[scored] = input_ids[(anchor + 2 + depth)[scored]]
+        row |= {"anchor": anchor, "depth": depth, "labels": labels[None]}
         for name in ("features", "last_hidden") if "features" in blocks[0] else ():
             row[name] = torch.cat([block[name] for block in blocks])[None]
-        return row | {"labels": input_ids[(anchor + 2 + depth)[scored]][None]}
+        return row

@@ -91,13 +91,12 @@ def test_two_documents_give_exactly_these_slots_and_labels():
     row = collate(block(FIRST, SECOND))
     slots = list(zip(row["anchor"].tolist(), row["depth"].tolist()))
     assert slots == [(a, 0) for a in (0, 1, 2, 3, 4, 6, 7, 8)] + [(0, 1), (6, 1)]
-    assert [slots[i] for i in row["scored"]] == [(0, 0), (1, 0), (3, 0), (6, 0), (7, 0), (0, 1), (6, 1)]
-    assert row["labels"].tolist() == [[12, 13, 15, 22, 23, 13, 23]]
+    assert row["labels"].tolist() == [[12, 13, -100, 15, -100, 22, 23, -100, 13, 23]]
 
 
 def test_tensors_have_the_types_that_models_and_kernels_read():
     row = collate(block(FIRST, SECOND))
-    for name in ("input_ids", "position_ids", "document_ids", "anchor", "depth", "scored", "labels"):
+    for name in ("input_ids", "position_ids", "document_ids", "anchor", "depth", "labels"):
         assert row[name].dtype == torch.long, name
     assert row["cu_seq_lens_q"].dtype == torch.int32
     assert isinstance(row["max_length_q"], int)
@@ -183,7 +182,7 @@ def test_documents_too_short_for_a_label_give_context_at_most(masks):
 
 def test_a_block_with_nothing_supervised_gives_no_rows_but_its_context():
     row = collate(block(([1, 2, 3, 4], [0, 0, 0, 0])))
-    assert row["labels"].shape == (1, 0) and row["scored"].shape == (0,)
+    assert row["labels"].tolist() == [[-100, -100, -100]]
     assert row["anchor"].tolist() == [0, 1, 2] and row["depth"].tolist() == [0, 0, 0]
 
 

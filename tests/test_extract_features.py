@@ -16,7 +16,8 @@ from data.feature_plan import parse_size
 from data.feature_shards import FeatureShards
 from data.sequence_packing import load_blocks
 from data.target_signals import check_isolation, target_signals
-from train_peagle import PEagleArguments, PEagleTrainer, TargetSignals
+from train_peagle import PEagleArguments
+from trainer_peagle import PEagleTrainer, TargetSignals
 
 
 pytest_plugins = "feature_helpers"

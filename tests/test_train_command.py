@@ -16,7 +16,8 @@ from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 from data.extract_features import extract_features
 from data.sequence_packing import pack_conversations
 from target_peagle import load_target
-from train_peagle import PEagleArguments, PEagleTrainer, main
+from train_peagle import PEagleArguments, main
+from trainer_peagle import PEagleTrainer
 
 
 WORDS = "red green blue seven birds sing over the long river at night".split()
@@ -100,7 +101,9 @@ def test_a_file_of_which_nothing_is_held_out_trains(workplace, tmp_path):
     [
         ({"train_file": None}, "--train_file chats.jsonl"),
         ({"train_dir": "blocks"}, "Name what to train on"),
-        ({"embeddings": "some"}, "borrowed, mask_row or trained"),
+        ({"embeddings": "some"}, "borrowed, mask_row, trained"),
+        ({"loss": "mse"}, "kl, ce, lk"),
+        ({"depth_weights": "some"}, "uniform, decay, survival"),
         ({"save_dtype": "int8"}, "float32, bfloat16 or float16"),
         ({"eval_fraction": 1}, "--eval_fraction is 1"),
         ({"cod_ratio": 0}, "--cod_ratio is 0"),

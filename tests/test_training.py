@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from configuration_peagle import PEagleConfig
 from data.collator import PackingCollator
 from modeling_peagle import PEagleModel
-from train_peagle import PEagleArguments, PEagleTrainer, TargetSignals, freeze
+from train_peagle import PEagleArguments, freeze
+from trainer_peagle import PEagleTrainer, TargetSignals
 
 
 VOCAB, MASK, DEPTHS = 64, 1, 3
@@ -114,9 +115,8 @@ def loss_and_gradients(trainer, *documents, one_document=False):
     if one_document:
         row["document_ids"] = torch.zeros_like(row["document_ids"])
     trainer.model.zero_grad()
-    loss = trainer.compute_loss(trainer.model, row, num_items_in_batch=torch.tensor(1))
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    loss = trainer.training_step(trainer.model, row, num_items_in_batch=torch.tensor(1))
+    return loss, {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
 def test_a_document_loses_and_learns_the_same_whatever_its_neighbour_says(target, tmp_path):

@@ -1,0 +1,220 @@
+"""Long texts are learned segment by segment, and the gradient is that of the whole; the losses; the sampled slots.
+
+All models are tiny and random; float32 on the CPU.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_training import (
+    BLOCKS,
+    DRAFT_IDS,
+    MASK,
+    UNSUPERVISED,
+    block,
+    build_target,
+    build_trainer,
+    changed,
+    document,
+    state,
+)
+from transformers import DynamicCache
+
+import modeling_peagle
+import trainer_peagle
+from configuration_peagle import PEagleConfig
+from data.collator import sample_slots
+from losses_peagle import DECAY, LK_RATE, LOSSES, WEIGHTS, acceptance
+from modeling_peagle import PEagleModel
+from train_peagle import freeze
+from trainer_peagle import cut_segments
+
+
+@pytest.fixture(scope="module")
+def target():
+    return build_target()
+
+
+def layered_drafter(target, layers):
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
+    shape = {"draft_vocab_size": len(DRAFT_IDS), "num_depths": 3, "speculation_depth": 3, "num_hidden_layers": layers}
+    torch.manual_seed(1)
+    drafter = PEagleModel.from_target(
+        target, PEagleConfig.for_target(target, tokenizer, mask_token_id=MASK, **shape), DRAFT_IDS
+    )
+    freeze(drafter, "borrowed")
+    return drafter
+
+
+def learn(target, folder, *documents, layers=1, **options):
+    """Loss and gradients of one packed row."""
+    trainer = build_trainer(target, [], folder, drafter=layered_drafter(target, layers), **options)
+    row = trainer.data_collator([block(*documents)])
+    loss = trainer.training_step(trainer.model, row, num_items_in_batch=torch.tensor(10))
+    evaluated = trainer.compute_loss(trainer.model, row, num_items_in_batch=torch.tensor(10))
+    torch.testing.assert_close(evaluated, loss, atol=1e-5, rtol=1e-5)
+    return loss, {name: p.grad for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def assert_same(one, other):
+    torch.testing.assert_close(one[0], other[0], atol=1e-5, rtol=1e-5)
+    for name, gradient in one[1].items():
+        torch.testing.assert_close(gradient, other[1][name], atol=1e-5 * gradient.abs().max(), rtol=1e-4, msg=name)
+
+
+DOCUMENTS = {
+    "one long": [document(40, 1)],
+    "long among short": [document(7, 1), document(33, 2), document(5, 3), document(6, 4)],
+    "supervised early": [(document(40, 1)[0], [0] * 4 + [1] * 6 + [0] * 30)],
+    "supervised late": [(document(40, 1)[0], [0] * 36 + [1] * 4)],
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_the_gradient_over_segments_is_that_of_the_whole(target, tmp_path, documents, loss):
+    options = {"layers": 3, "loss": loss, "depth_weights": "survival", "cod_ratio": 0.7}
+    whole = learn(target, tmp_path, *documents, **options, segment_length=1000)
+    for length in (4, 11, 20, 39):
+        assert_same(learn(target, tmp_path, *documents, **options, segment_length=length), whole)
+
+
+def test_without_what_later_segments_pass_on_the_gradient_would_be_another(target, tmp_path, monkeypatch):
+    whole = learn(target, tmp_path, document(40, 1), segment_length=1000)
+    made = trainer_peagle.keys_and_values
+    monkeypatch.setattr(trainer_peagle, "keys_and_values", lambda cache: [tensor.detach() for tensor in made(cache)])
+    wrong = learn(target, tmp_path, document(40, 1), segment_length=11)
+    torch.testing.assert_close(wrong[0], whole[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(AssertionError):
+        assert_same(wrong, whole)
+
+
+def test_the_head_in_chunks_is_the_head_at_once(target, tmp_path, monkeypatch):
+    whole = learn(target, tmp_path, *DOCUMENTS["long among short"], loss="lk")
+    monkeypatch.setattr(modeling_peagle, "MAX_LOGITS", 5 * len(DRAFT_IDS))
+    calls, scored = [], torch.Tensor.argmax
+    monkeypatch.setattr(torch.Tensor, "argmax", lambda self, **kw: calls.append(len(self)) or scored(self, **kw))
+    assert_same(learn(target, tmp_path, *DOCUMENTS["long among short"], loss="lk"), whole)
+    assert max(calls) == 5
+
+
+def test_segments_cover_the_row_and_cut_only_what_is_too_long():
+    rng = random.Random(0)
+    for _ in range(200):
+        lengths, size = [rng.randint(1, 30) for _ in range(rng.randint(1, 12))], rng.randint(1, 25)
+        boundaries = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+        groups = cut_segments(boundaries, size)
+        ranges = [piece for pieces in groups for piece in pieces]
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+        assert ranges[-1][1] == sum(lengths) and all(0 < stop - start <= size for start, stop in ranges)
+        for pieces in groups:
+            assert pieces[0][0] in boundaries and pieces[-1][1] in boundaries
+            assert len(pieces) == 1 or pieces[0][0] == boundaries[boundaries.index(pieces[-1][1]) - 1]
+
+
+@torch.no_grad()
+def test_without_dropping_slots_the_loss_is_that_of_drafting_after_every_token(target, tmp_path):
+    """The rows of training against the very function that decodes, at each anchor of a text in segments."""
+    drafter, (ids, mask) = layered_drafter(target, 2), document(30, 1)
+    trainer = build_trainer(target, [], tmp_path, drafter=drafter, segment_length=9)
+    row = trainer.data_collator([block((ids, mask))])
+    features, hidden = trainer.signals(row)
+    total = 0
+    for anchor in range(len(ids) - 2):
+        cache = DynamicCache()
+        logits = drafter.draft(
+            row["input_ids"][0, : anchor + 2], features[:, : anchor + 1], 3, cache, trainer.embedding
+        )
+        for depth, scores in enumerate(logits):
+            chain = range(anchor + 2, anchor + 3 + depth)
+            if chain[-1] < len(ids) and all(mask[i] for i in chain):
+                teacher = trainer.signals.distribution(hidden[0, anchor + 1 + depth])
+                total += LOSSES["kl"](scores, teacher, None, None)
+    loss = trainer.compute_loss(trainer.model, row, num_items_in_batch=torch.tensor(1))
+    torch.testing.assert_close(loss, total, atol=1e-3, rtol=1e-5)
+
+
+# Losses and weights
+
+
+@pytest.fixture
+def rows():
+    torch.manual_seed(0)
+    logits, teacher = 2 * torch.randn(9, 12), (2 * torch.randn(9, 12)).softmax(-1)
+    return logits, teacher, torch.tensor([0, 3, -100, 5, 11, 7, 7, 2, 1])
+
+
+def test_acceptance_is_1_less_the_total_variation(rows):
+    logits, teacher, _ = rows
+    variation = 0.5 * (teacher - logits.softmax(-1)).abs().sum(-1)
+    torch.testing.assert_close(acceptance(logits, teacher), 1 - variation)
+
+
+def test_cross_entropy_is_that_of_the_token_and_none_outside_the_draft_vocabulary(rows):
+    logits, teacher, label = rows
+    losses = LOSSES["ce"](logits, teacher, label, None)
+    for row, token in enumerate(label.tolist()):
+        expected = 0 if token < 0 else -logits[row].softmax(-1)[token].log()
+        torch.testing.assert_close(losses[row], torch.as_tensor(expected, dtype=torch.float32))
+
+
+def test_the_hybrid_loss_mixes_kl_and_total_variation_by_the_acceptance(rows):
+    logits, teacher, label = rows
+    accepted = acceptance(logits, teacher)
+    share = torch.exp(-LK_RATE * accepted)
+    expected = share * LOSSES["kl"](logits, teacher, label, accepted) + (1 - share) * (1 - accepted)
+    torch.testing.assert_close(LOSSES["lk"](logits, teacher, label, accepted), expected)
+
+
+def test_the_share_of_the_hybrid_loss_is_not_learned(rows):
+    logits, teacher, label = rows
+    logits.requires_grad_()
+    accepted = acceptance(logits, teacher)
+    (gradient,) = torch.autograd.grad(LOSSES["lk"](logits, teacher, label, accepted).sum(), logits)
+    share = torch.exp(-LK_RATE * accepted.detach())
+    fixed = share * LOSSES["kl"](logits, teacher, label, None) - (1 - share) * acceptance(logits, teacher)
+    torch.testing.assert_close(gradient, torch.autograd.grad(fixed.sum(), logits)[0])
+
+
+def test_weights_by_depth():
+    # Two chains, of three slots and of two, and a slot without a chain, not in order.
+    anchor, depth = torch.tensor([4, 9, 4, 2, 9, 4]), torch.tensor([1, 0, 0, 0, 1, 2])
+    accepted = torch.tensor([0.5, 0.3, 0.8, 0.9, 0.2, 0.1])
+    assert WEIGHTS["uniform"](anchor, depth, accepted).tolist() == [1] * 6
+    torch.testing.assert_close(WEIGHTS["decay"](anchor, depth, accepted), DECAY ** depth.float())
+    expected = torch.tensor([0.8, 1, 1, 1, 0.3, 0.8 * 0.5])
+    torch.testing.assert_close(WEIGHTS["survival"](anchor, depth, accepted), expected)
+    nothing = torch.tensor([], dtype=torch.long)
+    assert all(len(weight(nothing, nothing, torch.tensor([]))) == 0 for weight in WEIGHTS.values())
+
+
+def test_noise_changes_training_only_and_keeps_to_its_share(target, tmp_path):
+    quiet, loud = (build_trainer(target, [], tmp_path / "out", feature_noise=noise) for noise in (0.0, 0.5))
+    row = quiet.data_collator([BLOCKS[0]])
+    losses = [t.training_step(t.model, row, num_items_in_batch=torch.tensor(1)).item() for t in (quiet, loud, loud)]
+    assert len(set(losses)) == 3
+    assert quiet.compute_loss(quiet.model, row) == loud.compute_loss(loud.model, row)
+
+
+@pytest.mark.parametrize("limit", [0, 3, 10, 1000])
+def test_max_anchors_bounds_every_depth_but_the_first(limit):
+    mask, documents = torch.ones(60, dtype=torch.bool), torch.zeros(60, dtype=torch.long)
+    _, depth, scored = sample_slots(mask, documents, 4, 0.8, 0.0, limit, torch.Generator().manual_seed(0))
+    _, free, _ = sample_slots(mask, documents, 4, 0.8, 0.0, None, torch.Generator().manual_seed(0))
+    for d in range(1, 4):
+        assert (depth == d).sum() == min((free == d).sum(), limit)
+    assert (depth == 0).sum() == 59
+
+
+def test_a_step_with_nothing_supervised_leaves_what_momentum_would_move(target, tmp_path):
+    """Blocks of both kinds in turn, without shuffling: only the first step changes anything."""
+    options = {"weight_decay": 0.1, "learning_rate": 0.01}
+    one = build_trainer(target, [BLOCKS[3]], tmp_path / "one", max_steps=1, **options)
+    two = build_trainer(target, [BLOCKS[3], UNSUPERVISED], tmp_path / "two", max_steps=2, **options)
+    two._get_train_sampler = lambda dataset=None: torch.utils.data.SequentialSampler(two.train_dataset)
+    before = state(one)
+    one.train(), two.train()
+    assert changed(before, state(one))
+    assert changed(state(one), state(two)) == set()

@@ -1,0 +1,295 @@
+"""The P-EAGLE trainer: what the frozen target teaches, and a loss with exact gradients over segments of long texts.
+
+A drafter learns all sampled slots of a text in one forward, which is a multiple of the text's length, and its attention
+grows with the square of that. So a text is learned segment by segment: what a segment's slots see of earlier ones is
+only the keys and values of the real slots. Those are computed first, without a graph; then the segments are
+differentiated from the last to the first, and each one's gradient at the keys and values that it was given is passed on
+to the segment that made them. The sum is the gradient of the whole; nothing but keys and values grows with the length.
+"""
+
+from collections import defaultdict
+from contextlib import nullcontext
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from transformers import DynamicCache, Trainer, TrainerCallback
+
+from configuration_peagle import PEagleConfig
+from data.feature_shards import FeatureShards, ShardShuffle
+from data.target_signals import target_signals
+from losses_peagle import LOSSES, WEIGHTS, acceptance
+from modeling_peagle import slot_layout, slot_visibility
+
+
+class TargetSignals:
+    """What the frozen target contributes to a packed row: features for the drafter, and its distribution as the teacher.
+
+    Args:
+        target (`PreTrainedModel`): The target.
+        config (`PEagleConfig`): The drafter's configuration.
+        draft_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`): Target ids of the draft vocabulary.
+        keep (`bool`): Keep the outputs of every block in memory: `4 * (features + hidden_size)` bytes per token in float32.
+    """
+
+    def __init__(self, target, config: PEagleConfig, draft_ids: torch.LongTensor, keep: bool):
+        self.target, self.layer_ids = target, config.eagle_aux_hidden_state_layer_ids
+        text = target.config.get_text_config()
+        self.head = target.get_output_embeddings().weight[draft_ids.to(target.device)].float()
+        self.softcap = getattr(text, "final_logit_softcapping", None)
+        self.kept = {} if keep else None
+
+    @torch.no_grad()
+    def __call__(self, inputs: dict) -> tuple[torch.Tensor, torch.Tensor]:
+        """Features `(1, tokens, layers * target_hidden_size)` and post-norm last hidden states `(1, tokens, width)`."""
+        if "features" in inputs:  # from the disk
+            return inputs["features"], inputs["last_hidden"]
+        lengths = inputs["cu_seq_lens_q"].diff().tolist()
+        if self.kept is not None:
+            # Documents do not see each other, so each is kept by itself, under its tokens, whatever block it is packed in.
+            keys = [ids.cpu().numpy().tobytes() for ids in inputs["input_ids"][0].split(lengths)]
+            if all(key in self.kept for key in keys):
+                return tuple(torch.cat(parts, dim=1) for parts in zip(*(self.kept[key] for key in keys)))
+        signals = target_signals(self.target, inputs, self.layer_ids)
+        if self.kept is not None:
+            parts = zip(*(signal.split(lengths, dim=1) for signal in signals))
+            self.kept.update((key, tuple(part.clone() for part in pair)) for key, pair in zip(keys, parts))
+        return signals
+
+    @torch.no_grad()
+    def distribution(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's next-token distribution over the draft vocabulary, renormalised; `(rows, draft_vocab_size)`."""
+        logits = F.linear(hidden.float(), self.head)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits.softmax(dim=-1)
+
+
+def cut_segments(boundaries: list[int], segment_length: int) -> list[list[tuple[int, int]]]:
+    """Where to cut a packed row into segments.
+
+    Args:
+        boundaries (`list[int]`): Where its documents start, and where the last one ends.
+        segment_length (`int`): Most tokens per segment.
+
+    Returns:
+        `list[list[tuple[int, int]]]`: Ranges of tokens that cover the row in order. A list of one range is as many whole
+        documents as fit into a segment; several ranges in one list are the pieces of one document that does not.
+    """
+    groups, start = [], 0
+    for begin, end in pairwise(boundaries):
+        if begin > start and end - start > segment_length:
+            groups.append((start, begin))
+            start = begin
+    groups.append((start, boundaries[-1]))
+    return [[(at, min(at + segment_length, end)) for at in range(begin, end, segment_length)] for begin, end in groups]
+
+
+class EpochCallback(TrainerCallback):
+    """Tells the collator the epoch, so that it samples other slots in each."""
+
+    def __init__(self, collator):
+        self.collator = collator
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.collator.epoch = int(state.epoch)
+
+
+class PEagleTrainer(Trainer):
+    """A [`Trainer`] whose loss is the drafter's over all sampled slots, averaged over every scored slot of a step.
+
+    Args (beside those of [`Trainer`]):
+        signals (`TargetSignals`): The frozen target.
+    """
+
+    _tag_names = ["peagle", "speculative-decoding"]
+
+    def __init__(self, *args, signals: TargetSignals, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.signals = signals
+        self.add_callback(EpochCallback(self.data_collator))
+        # The loss is divided by the scored slots of the whole step, over micro-batches and processes.
+        self.model_accepts_loss_kwargs = True
+        self.label_names = ["labels"]
+        self.draft_ids, self.mask_token_id = self.model.draft_ids(), self.model.config.mask_token_id
+        self.embedding = None
+        if not self.model.config.own_embeddings:
+            self.embedding = signals.target.get_input_embeddings().weight
+        self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self._loss(model, inputs, num_items_in_batch, self.accelerator.backward)
+        if num_items_in_batch is not None and num_items_in_batch == 0:
+            # Without gradients the optimizer leaves the parameters alone; with zeros it would decay and drift on.
+            model.zero_grad(set_to_none=True)
+        return loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """The loss alone, without a graph. Training differentiates it in [`training_step`], segment by segment."""
+        with torch.no_grad():
+            loss = self._loss(model, inputs, num_items_in_batch)
+        return (loss, {}) if return_outputs else loss
+
+    def _loss(self, model, inputs, num_items_in_batch, backward=None) -> torch.Tensor:
+        """The loss of a packed row; `backward`, if given, differentiates it."""
+        features, hidden = self.signals(inputs)
+        count = num_items_in_batch if num_items_in_batch is not None else (inputs["labels"] != -100).sum()
+        scale = 1 / max(int(count), 1)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            scale *= self.accelerator.num_processes  # the gradient is averaged over processes afterwards
+        if backward is not None and self.args.feature_noise:
+            features = noisy(features, self.args.feature_noise)
+        row = inputs | {"features": features, "hidden": hidden}
+        segments = self._segments(inputs)
+        loss = torch.zeros((), device=hidden.device)
+        for number, pieces in enumerate(segments, start=1):
+            # Processes exchange gradients once per step, at its last backward.
+            last = backward is None or number == len(segments)
+            loss += self._document(model, row, pieces, scale, last, backward)
+        return loss
+
+    def _segments(self, inputs) -> list[list[tuple[int, int]]]:
+        """As [`cut_segments`], without what no loss depends on; at least one, as all processes have to go along."""
+        segments = cut_segments(inputs["cu_seq_lens_q"].tolist(), self.args.segment_length)
+        learned = inputs["anchor"][inputs["labels"][0] != -100]
+        needed = []
+        for pieces in segments:
+            ends = [
+                number
+                for number, (start, stop) in enumerate(pieces, 1)
+                if ((learned >= start) & (learned < stop)).any()
+            ]
+            needed += [pieces[: ends[-1]]] if ends else []
+        return needed or [segments[0][:1]]
+
+    def _document(self, model, row, pieces, scale, last, backward) -> torch.Tensor:
+        """The loss over the pieces of one document (or one piece of several), differentiated by `backward` if given."""
+        first = pieces[0][0]
+        past = self._read(model, row, pieces[:-1])
+        gradients = [torch.zeros_like(tensor) for tensor in past]
+        total = torch.zeros((), device=row["hidden"].device)
+        for start, stop in reversed(pieces):
+            begin, end = start - first, min(stop, pieces[-1][0]) - first
+            given = [tensor[:, :, :begin].requires_grad_(backward is not None) for tensor in past]
+            with nullcontext() if last and start == first else self.accelerator.no_sync(model):
+                with self.compute_loss_context_manager():
+                    loss, made = self._segment(model, row, start, stop, given, scale)
+                total += loss.detach()
+                if backward is None:
+                    continue
+                # What later segments make of this one's keys and values: an inner product with the gradient there.
+                for tensor, gradient in zip(made, gradients):
+                    loss = loss + (tensor[:, :, begin:end] * gradient[:, :, begin:end]).sum()
+                backward(loss)
+                for tensor, gradient in zip(given, gradients):
+                    gradient[:, :, :begin] += tensor.grad
+        return total
+
+    @torch.no_grad()
+    def _read(self, model, row, pieces) -> list[torch.Tensor]:
+        """Keys and values of the real slots of `pieces`, each `(1, heads, slots, head_dim)`."""
+        cache = DynamicCache()
+        for start, stop in pieces:
+            real = row["depth"] == 0
+            slots, _ = self._slots(row, row["anchor"][real], row["depth"][real], start, stop, start - pieces[0][0])
+            with self.compute_loss_context_manager():
+                model(**slots, cache=cache, rows=slice(0, 0))
+        return keys_and_values(cache)
+
+    def _slots(self, row, anchor, depth, start, stop, cached) -> tuple[dict, torch.BoolTensor]:
+        """The drafter's arguments for the slots anchored in a range of tokens, behind `cached` real slots; and which these are."""
+        own = (anchor >= start) & (anchor < stop)
+        anchor, depth = anchor[own], depth[own]
+        slot_ids, feature_index, slot_positions = slot_layout(
+            row["input_ids"][0, start : stop + 1],
+            row["position_ids"][0, start : stop + 1],
+            anchor - start,
+            depth,
+            self.mask_token_id,
+        )
+        key_anchor = torch.cat([torch.arange(start - cached, start, device=anchor.device), anchor])
+        visible = slot_visibility(anchor[:, None], depth[:, None], key_anchor, F.pad(depth, (cached, 0)))
+        document = row["document_ids"][0]
+        arguments = {
+            "input_ids": slot_ids[None],
+            "features": row["features"][:, start:stop],
+            "feature_index": feature_index[None],
+            "position_ids": slot_positions[None],
+            "visible": (visible & (document[anchor][:, None] == document[key_anchor]))[None],
+            "embedding": self.embedding,
+        }
+        return arguments, own
+
+    def _segment(self, model, row, start, stop, given, scale) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss of one segment behind the keys and values `given`, and the keys and values of all that its slots see."""
+        cached = given[0].shape[2] if given else 0
+        arguments, own = self._slots(row, row["anchor"], row["depth"], start, stop, cached)
+        anchor, depth, labels = row["anchor"][own], row["depth"][own], row["labels"][0, own]
+        rows = (labels != -100).nonzero()[:, 0]
+        # The token at a + 2 + d is what the target predicts at a + 1 + d; many slots share such a place.
+        rows = rows[(anchor + depth)[rows].argsort(stable=True)]
+        anchor, depth, labels = anchor[rows], depth[rows], labels[rows]
+        places = anchor + 1 + depth
+
+        def score(logits, part):
+            logits = logits.float()
+            place, shared = torch.unique_consecutive(places[part], return_inverse=True)
+            teacher = self.signals.distribution(row["hidden"][0, place])[shared]
+            accepted = acceptance(logits, teacher)
+            losses = LOSSES[self.args.loss](logits, teacher, self.draft_label(labels[part]), accepted)
+            correct = self.draft_ids[logits.argmax(dim=-1)] == labels[part]
+            return torch.stack([losses, accepted, correct.float()])
+
+        cache = DynamicCache()
+        for layer in range(len(given) // 2):
+            cache.update(given[2 * layer], given[2 * layer + 1], layer)
+        output = model(**arguments, cache=cache, rows=rows, score=score)
+        losses, accepted, correct = output.scores
+        weights = WEIGHTS[self.args.depth_weights](anchor, depth, accepted.detach())
+        self._record(depth, accepted.detach(), correct.detach())
+        return (losses * weights).sum() * scale, keys_and_values(cache)
+
+    def draft_label(self, labels: torch.LongTensor) -> torch.LongTensor:
+        """Target ids to indices into the draft vocabulary, -100 where a token is not in it."""
+        index = torch.searchsorted(self.draft_ids, labels).clamp(max=len(self.draft_ids) - 1)
+        return index.masked_fill(self.draft_ids[index] != labels, -100)
+
+    def _get_train_sampler(self, train_dataset=None):
+        if isinstance(self.train_dataset, FeatureShards):
+            return ShardShuffle(self.train_dataset, self.args.seed)
+        return super()._get_train_sampler(train_dataset)
+
+    def _record(self, depth, accepted, correct):
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for d in range(self.model.config.num_depths):
+            at_depth = depth == d
+            metrics[f"accuracy_depth_{d}"].append((correct[at_depth].sum().item(), int(at_depth.sum())))
+
+    def get_decay_parameter_names(self, model):
+        """Without the embeddings: with `mask_row`, decay would shrink the rows that are not trained."""
+        return [name for name in super().get_decay_parameter_names(model) if "embed_tokens" not in name]
+
+    def log(self, logs: dict, start_time: float | None = None):
+        """Adds the share of correct top-1 draft tokens per depth since the last log, over this process' slots."""
+        mode = "train" if self.model.training else "eval"
+        prefix = "" if mode == "train" else "eval_"
+        for name, counts in self._metrics[mode].items():
+            right, total = map(sum, zip(*counts))
+            logs[prefix + name] = round(right / max(total, 1), 4)
+        self._metrics[mode].clear()
+        super().log(logs, start_time)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        return self.compute_loss(model, self._prepare_inputs(inputs)), None, None
+
+
+def keys_and_values(cache: DynamicCache) -> list[torch.Tensor]:
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def noisy(features: torch.Tensor, share: float) -> torch.Tensor:
+    """With uniform noise of up to `share` of each token's root mean square (features differ in scale by layer and token)."""
+    scale = features.float().pow(2).mean(dim=-1, keepdim=True).sqrt().to(features)
+    return features + share * scale * (2 * torch.rand_like(features) - 1)
