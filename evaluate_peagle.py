@@ -123,10 +123,8 @@ def summarize(runs: list[dict], depth: int) -> dict:
     `joint[d]` is the share of the draft tokens at depth d that were kept; `conditional[d]` is their share among those
     judged: all before them were kept and no stop came first.
     """
-    total, stats = {"answers": len(runs), "prompt_tokens": sum(run["prompt_tokens"] for run in runs)}, DecodingStats()
-    for run in runs:
-        for name, value in vars(run["stats"]).items():
-            setattr(stats, name, getattr(stats, name) + value)
+    total = {"answers": len(runs), "prompt_tokens": sum(run["prompt_tokens"] for run in runs)}
+    stats = sum((run["stats"] for run in runs), DecodingStats())
     ways = [way for way in WAYS if way in runs[0]]
     for way in ways:
         tokens, seconds = sum(len(run[way]) for run in runs), sum(run[f"{way}_seconds"] for run in runs)
@@ -138,11 +136,10 @@ def summarize(runs: list[dict], depth: int) -> dict:
     spent = {"draft": stats.draft_seconds, "verify": stats.verify_seconds}
     spent["host"] = total["drafted_seconds"] - sum(spent.values())
     counts = [stats.depth_counts(d) for d in range(depth)]
-    judged = [sum(n > d and e > d for n, e in zip(stats.drafted, stats.emitted)) for d in range(depth)]
     total |= {name: ratio(total[f"{way}_ms"], total["drafted_ms"]) for name, way in SPEED_UPS.items() if way in ways}
     total |= {"rounds": rounds, "emitted": emitted, "tau": ratio(emitted, rounds)}
     total["joint"] = [ratio(*count) for count in counts]
-    total["conditional"] = [ratio(kept, asked) for (kept, _), asked in zip(counts, judged)]
+    total["conditional"] = [ratio(kept, stats.judged(d)) for d, (kept, _) in enumerate(counts)]
     total["forwards_saved"] = total["plain_tokens"] - len(runs) - rounds
     total |= {f"{name}_ms": ratio(1000 * seconds, rounds) for name, seconds in spent.items()}
     total |= {f"{name}_share": ratio(seconds, total["drafted_seconds"]) for name, seconds in spent.items()}

@@ -45,6 +45,9 @@ class DecodingStats:
         self.accepted.append(sum(draft == token for draft, token in zip(drafts, emitted)))
         self.emitted.append(len(emitted))
 
+    def __add__(self, other: "DecodingStats") -> "DecodingStats":
+        return DecodingStats(**{name: value + getattr(other, name) for name, value in vars(self).items()})
+
     @property
     def tau(self) -> float:
         """Acceptance length: tokens emitted per target forward, the target's own token included, prefill excluded."""
@@ -62,6 +65,10 @@ class DecodingStats:
         """
         tried = [kept for kept, drafted in zip(self.accepted, self.drafted) if drafted > depth]
         return sum(kept > depth for kept in tried), len(tried)
+
+    def judged(self, depth: int) -> int:
+        """Rounds whose draft token at `depth` was looked at: all before it were kept and no stop came first."""
+        return sum(drafted > depth and emitted > depth for drafted, emitted in zip(self.drafted, self.emitted))
 
 
 @dataclass

@@ -4,16 +4,22 @@ The frozen target reads each packed block once and supplies both the features th
 that it learns; the drafter learns all depths of all sampled slots in one forward. Every checkpoint is a complete drafter.
 """
 
+import math
 import os
 import sys
+import time
 from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import islice
 
+import psutil
 import torch
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 from trl import TrlParser
 
+from acceptance_peagle import held_out_prompts
 from configuration_peagle import PEagleConfig
 from data.collator import PackingCollator
 from data.feature_shards import FeatureShards
@@ -29,6 +35,11 @@ from trainer_peagle import PEagleTrainer, TargetSignals
 class PEagleArguments(TrainingArguments):
     """[`TrainingArguments`] with the drafter's; the defaults suit the default target on a laptop CPU."""
 
+    target_hidden_dim: int | None = HfArg(default=None, help="Width of the target, if it is to be checked.")
+    use_flash_attention: bool = HfArg(
+        default=False, help="Varlen flash attention for the target; needs CUDA and flash-attn."
+    )
+    yes: bool = HfArg(default=False, help="Start without asking, on a terminal too.")
     train_file: str | None = HfArg(default=None, help="Conversations to pack in memory: JSON Lines or a data set.")
     train_dir: str | None = HfArg(default=None, help="In place of --train_file: blocks of data.sequence_packing.")
     feature_dir: str | None = HfArg(default=None, help="In place of both: shards of data.extract_features.")
@@ -80,7 +91,22 @@ class PEagleArguments(TrainingArguments):
         default=1, aliases=["--batch_size"], help="Packed blocks per device and step."
     )
     per_device_eval_batch_size: int = HfArg(default=1, help="Packed blocks per device when evaluating.")
+    resume_from_checkpoint: str | None = HfArg(
+        default=None,
+        aliases=["--resume"],
+        help="Go on with the last checkpoint of --output_dir (`true`), or with this one.",
+        metadata={"nargs": "?", "const": "true"},
+    )
     save_steps: float = HfArg(default=500, aliases=["--save_every"], help="Optimizer steps between checkpoints.")
+    eval_strategy: str = HfArg(default="steps", help="When to decode the held-out prompts: `steps`, `epoch` or `no`.")
+    eval_steps: float | None = HfArg(
+        default=None, help="Optimizer steps between evaluations; those of --save_every if unset."
+    )
+    eval_prompts: int = HfArg(default=8, help="Held-out prompts that each evaluation decodes, for the true tau.")
+    eval_new_tokens: int = HfArg(default=64, help="Longest answer to them, in tokens.")
+    load_best_model_at_end: bool = HfArg(default=True, help="Keep the checkpoint of the best tau.")
+    metric_for_best_model: str = HfArg(default="eval_tau", help="What the best checkpoint is chosen by.")
+    include_num_input_tokens_seen: str = field(default="all", repr=False)  # for the learning curve
     learning_rate: float = HfArg(default=1e-3, help="Peak learning rate.")
     lr_scheduler_type: str = HfArg(default="cosine", help="Learning-rate schedule.")
     warmup_steps: float = HfArg(default=0.05, help="Warm-up steps, or their share if below 1.")
@@ -91,6 +117,11 @@ class PEagleArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False, repr=False)
 
     def __post_init__(self):
+        if self.eval_strategy == "steps" and self.eval_steps is None:
+            self.eval_steps = self.save_steps
+        self.load_best_model_at_end &= (
+            self.eval_strategy != "no" and self.save_strategy != "no" and self.eval_prompts > 0
+        )
         super().__post_init__()
         self.dataloader_pin_memory &= self.device.type != "cpu"  # torch warns otherwise
         if [self.train_file, self.train_dir, self.feature_dir].count(None) != 2:
@@ -167,12 +198,56 @@ def checkpoint_to_resume(args: PEagleArguments, config: PEagleConfig) -> str | N
     return path
 
 
+def cost(trainer: PEagleTrainer, tokens: int) -> str:
+    """What training will take, in words, from one measured step. `tokens` is what an epoch reads."""
+    args, batches = trainer.args, trainer.get_train_dataloader()
+    updates = max(len(batches) // args.gradient_accumulation_steps, 1)
+    updates = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
+    forwards = updates * args.gradient_accumulation_steps
+    with torch.random.fork_rng():
+        batch = next(iter(batches))
+        seconds = []
+        for _ in range(2):  # the first warms up
+            start = time.perf_counter()
+            trainer.training_step(trainer.model, batch, torch.ones((), device=args.device))
+            seconds.append(time.perf_counter() - start)
+        trainer.model.zero_grad(set_to_none=True)
+        trainer.forget_metrics()
+    parameters = list(trainer.model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    read, slots = batch["input_ids"].numel(), batch["anchor"].numel()
+    flops = 6 * sum(parameter.numel() for parameter in parameters) * slots * forwards
+    checkpoints = (
+        min(math.ceil(updates / args.save_steps), args.save_total_limit or updates) if args.save_steps >= 1 else 1
+    )
+    memory = torch.cuda.max_memory_allocated() if args.device.type == "cuda" else psutil.Process().memory_info().rss
+    signals = trainer.signals
+    signals = (
+        "read from the disk"
+        if "features" in batch
+        else "kept in memory"
+        if signals.kept is not None
+        else "computed anew in every epoch"
+    )
+    return (
+        f"{tokens:,} tokens an epoch, the target's outputs {signals}; {trained:,} trained parameters\n"
+        f"{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,} tokens and "
+        f"{slots:,} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds[-1] * forwards))} "
+        f"at {seconds[-1]:.2f} s a batch, without evaluations\n"
+        f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {checkpoints * 12 * trained / 1e9:.2f} GB on the disk for {checkpoints} checkpoints"
+    )
+
+
 def main(args: PEagleArguments):
     set_seed(args.seed)
     if args.device.type == "cpu":
         # accelerate starts every process with one thread, whatever the machine has.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.world_size))
-    target, tokenizer = load_target(args.target_model, device=args.device)
+    attention = "flash_attention_2" if args.use_flash_attention else "sdpa"
+    target, tokenizer = load_target(args.target_model, device=args.device, attn_implementation=attention)
+    width = target.config.get_text_config().hidden_size
+    if args.target_hidden_dim not in (None, width):
+        raise ValueError(f"--target_hidden_dim is {args.target_hidden_dim}, but the target's hidden size is {width}.")
     stop_ids = stop_token_ids(target.generation_config)
     blocks = read_blocks(args, tokenizer, stop_ids)
     train, held_out = blocks["train"], blocks["eval"]
@@ -198,22 +273,14 @@ def main(args: PEagleArguments):
         own_embeddings=args.embeddings != "borrowed",
         target_name_or_path=args.target_model or DEFAULT_TARGET,
     )
+    prompts = [*islice(held_out_prompts(texts_of(held_out), args.max_seq_len), args.eval_prompts)]
+    if not prompts:  # nothing to be judged by
+        args.eval_strategy, args.load_best_model_at_end = "no", False
     drafter = PEagleModel.from_target(target, config, draft_ids)
     freeze(drafter, args.embeddings)
     if args.feature_dir is not None:
         train.check(target, tokenizer, config.eagle_aux_hidden_state_layer_ids)
 
-    tokens = int(seen.sum())
-    size = tokens * (config.num_features + config.target_hidden_size) * target.dtype.itemsize / 1e9
-    signals = "computed anew in every epoch"
-    if args.feature_dir is not None:
-        signals = f"read from {args.feature_dir}"
-    elif args.keep_features:
-        signals = f"kept in {size:.2f} GB of memory"
-    print(
-        f"{tokens:,} tokens in {len(train):,} blocks; the target's outputs are {signals}; "
-        f"{sum(p.numel() for p in drafter.parameters() if p.requires_grad):,} trainable parameters"
-    )
     trainer = PEagleTrainer(
         model=drafter,
         args=args,
@@ -221,13 +288,20 @@ def main(args: PEagleArguments):
         eval_dataset=held_out if len(held_out) else None,
         data_collator=PackingCollator(args.num_depths, args.cod_ratio, args.cod_floor, args.max_anchors),
         signals=TargetSignals(target, config, drafter.draft_ids(), args.keep_features),
+        prompts=prompts,
     )
     if len(trainer.get_train_dataloader()) == 0:
         raise ValueError(
             f"{len(train)} blocks do not fill one batch of {args.per_device_train_batch_size} on each of {args.world_size} "
             "devices, and --dataloader_drop_last drops what does not: lower --batch_size or leave it false."
         )
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(args, config))
+    checkpoint = checkpoint_to_resume(args, config)
+    expected = cost(trainer, int(seen.sum()))
+    if args.process_index == 0:
+        print(expected)
+        if sys.stdin.isatty() and not args.yes and input("start? [Y/n] ").strip().lower() not in ("", "y", "yes"):
+            raise KeyboardInterrupt
+    trainer.train(resume_from_checkpoint=checkpoint)
     if len(held_out):
         print("held-out conversations:", trainer.evaluate())
     if trainer.is_world_process_zero():

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache, Trainer, TrainerCallback
 
+from acceptance_peagle import LearningCurve, decode
 from configuration_peagle import PEagleConfig
 from data.feature_shards import FeatureShards, ShardShuffle
 from data.target_signals import target_signals
@@ -100,14 +101,16 @@ class PEagleTrainer(Trainer):
 
     Args (beside those of [`Trainer`]):
         signals (`TargetSignals`): The frozen target.
+        prompts (`list[list[int]]`): Held-out prompts, which every evaluation answers; its metrics have the true tau then.
     """
 
     _tag_names = ["peagle", "speculative-decoding"]
 
-    def __init__(self, *args, signals: TargetSignals, **kwargs):
+    def __init__(self, *args, signals: TargetSignals, prompts: list[list[int]] = (), **kwargs):
         super().__init__(*args, **kwargs)
-        self.signals = signals
+        self.signals, self.prompts = signals, prompts
         self.add_callback(EpochCallback(self.data_collator))
+        self.add_callback(LearningCurve())
         # The loss is divided by the scored slots of the whole step, over micro-batches and processes.
         self.model_accepts_loss_kwargs = True
         self.label_names = ["labels"]
@@ -267,6 +270,10 @@ class PEagleTrainer(Trainer):
             at_depth = depth == d
             metrics[f"accuracy_depth_{d}"].append((correct[at_depth].sum().item(), int(at_depth.sum())))
 
+    def forget_metrics(self):
+        for counts in self._metrics.values():
+            counts.clear()
+
     def get_decay_parameter_names(self, model):
         """Without the embeddings: with `mask_row`, decay would shrink the rows that are not trained."""
         return [name for name in super().get_decay_parameter_names(model) if "embed_tokens" not in name]
@@ -280,6 +287,14 @@ class PEagleTrainer(Trainer):
             logs[prefix + name] = round(right / max(total, 1), 4)
         self._metrics[mode].clear()
         super().log(logs, start_time)
+
+    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        # Every process decodes all prompts, as a drafter that is spread over processes needs them in step.
+        if self.prompts:
+            judged = decode(self.signals.target, self.model, self.prompts, self.args.eval_new_tokens)
+            output.metrics.update({f"{metric_key_prefix}_{name}": round(value, 4) for name, value in judged.items()})
+        return output
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         return self.compute_loss(model, self._prepare_inputs(inputs)), None, None

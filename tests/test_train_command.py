@@ -60,7 +60,7 @@ def test_the_command_trains_a_drafter_that_loads_and_decodes(workplace, tmp_path
     assert run.returncode == 0, run.stderr[-3000:]
     said = run.stdout
     assert "chats.jsonl: 26 read; " in said and "skipped: no messages" in said and "skipped: invalid JSON" in said
-    assert "⟦" in said and "covers" in said and "tokens in" in said and "held-out conversations:" in said
+    assert "⟦" in said and "covers" in said and "tokens an epoch" in said and "held-out conversations:" in said
 
     target = LlamaForCausalLM.from_pretrained(folder / "target")
     prompt = tokenizer.apply_chat_template(

@@ -85,6 +85,7 @@ def build_trainer(target, blocks, folder, *, drafter=None, eval_blocks=None, kee
         "max_steps": 1,
         "lr_scheduler_type": "constant",
         "warmup_steps": 0,
+        "eval_strategy": "no",
         **{"report_to": "none", "use_cpu": True, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1},
     }
     return PEagleTrainer(
