@@ -175,26 +175,31 @@ def texts_of(blocks):
 
 
 def checkpoint_to_resume(args: PEagleArguments, config: PEagleConfig) -> str | None:
-    """The checkpoint that `--resume_from_checkpoint` names, `true` for the last one of `--output_dir`; None without it.
+    """The checkpoint that `--resume` names, `true` for the last one of `--output_dir`; None without it.
 
     Raises:
-        ValueError: There is none, or it holds a drafter of another shape, of which parts would start anew unnoticed.
+        ValueError: There is none, or it holds a drafter of another shape, of which parts would start anew unnoticed. Or
+            there is one, without `--resume`, that a new run would overwrite.
     """
     if not args.resume_from_checkpoint:
+        if os.path.isdir(args.output_dir) and (
+            get_last_checkpoint(args.output_dir) or os.path.isfile(os.path.join(args.output_dir, "config.json"))
+        ):
+            raise ValueError(
+                f"{args.output_dir} holds a drafter already: go on with --resume, or name another --output_dir."
+            )
         return None
     path = args.resume_from_checkpoint
     if str(path).lower() == "true":
         path = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
     if path is None or not os.path.isfile(os.path.join(path, "config.json")):
-        raise ValueError(f"--resume_from_checkpoint: there is no checkpoint in {path or args.output_dir}.")
+        raise ValueError(f"--resume: there is no checkpoint in {path or args.output_dir}.")
     saved, ours = PEagleConfig.from_pretrained(path).to_dict(), config.to_dict()
     unshaped = ("dtype", "transformers_version", "_name_or_path")
     differ = [key for key in ours if key not in unshaped and saved.get(key) != ours[key]]
     if differ:
         words = ", ".join(f"{key} {saved.get(key)} there and {ours[key]} here" for key in sorted(differ))
-        raise ValueError(
-            f"--resume_from_checkpoint: the drafter in {path} is another one: {words}. Use the same flags."
-        )
+        raise ValueError(f"--resume: the drafter in {path} is another one: {words}. Use the same flags.")
     return path
 
 
@@ -318,4 +323,4 @@ if __name__ == "__main__":
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted: go on with --resume_from_checkpoint true")
+        sys.exit("interrupted: go on with --resume")
