@@ -20,13 +20,30 @@ def acceptance(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return torch.minimum(teacher, logits.softmax(dim=-1)).sum(dim=-1)
 
 
-def kl(logits, teacher, label, accepted) -> torch.Tensor:
+class KLDivergence(torch.autograd.Function):
+    """KL(teacher || softmax(logits)) of each row, in few passes over memory, which are what it costs on a CPU."""
+
+    @staticmethod
+    def forward(ctx, logits, teacher):
+        top, token = logits.max(dim=-1, keepdim=True)
+        drafter = logits.softmax(dim=-1)
+        logsumexp = (top - drafter.gather(-1, token).log())[:, 0]
+        entropy = -torch.linalg.vecdot(teacher, teacher.clamp(min=torch.finfo(teacher.dtype).tiny).log_())
+        ctx.save_for_backward(drafter.sub_(teacher))  # the gradient
+        return logsumexp - torch.linalg.vecdot(teacher, logits) - entropy
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (difference,) = ctx.saved_tensors
+        return difference * gradient[:, None], None
+
+
+def kl(logits, teacher, label) -> torch.Tensor:
     """KL(teacher || drafter) of each row, `(rows,)`; for the arguments see [`acceptance`] and [`ce`]."""
-    cross_entropy = logits.logsumexp(dim=-1) - (teacher * logits).sum(dim=-1)
-    return cross_entropy - torch.special.entr(teacher).sum(dim=-1)
+    return KLDivergence.apply(logits, teacher)
 
 
-def ce(logits, teacher, label, accepted) -> torch.Tensor:
+def ce(logits, teacher, label) -> torch.Tensor:
     """Cross entropy of each row with the token that the target generated (the loss of the P-EAGLE paper), `(rows,)`.
 
     `label` is its index in the draft vocabulary, `(rows,)`; -100, where it is not in there, loses nothing.
@@ -34,14 +51,14 @@ def ce(logits, teacher, label, accepted) -> torch.Tensor:
     return F.cross_entropy(logits, label, reduction="none", ignore_index=-100)
 
 
-def lk(logits, teacher, label, accepted) -> torch.Tensor:
+def lk(logits, teacher, label) -> torch.Tensor:
     """The hybrid LK loss: KL while little would be accepted, then 1 - acceptance, whose minimum is what decoding gains.
 
-    The share of KL is `exp(-LK_RATE * acceptance)`. `accepted` is the [`acceptance`]. From
-    https://huggingface.co/papers/2602.23881.
+    The share of KL is `exp(-LK_RATE * acceptance)`. From https://huggingface.co/papers/2602.23881.
     """
+    accepted = acceptance(logits, teacher)
     share = torch.exp(-LK_RATE * accepted.detach())
-    return share * kl(logits, teacher, label, accepted) + (1 - share) * (1 - accepted)
+    return share * kl(logits, teacher, label) + (1 - share) * (1 - accepted)
 
 
 LOSSES = {"kl": kl, "ce": ce, "lk": lk}
@@ -49,12 +66,12 @@ LOSSES = {"kl": kl, "ce": ce, "lk": lk}
 
 def uniform(anchor, depth, accepted) -> torch.Tensor:
     """Every slot counts the same (COD sampling alone makes the deeper ones rarer)."""
-    return torch.ones_like(accepted)
+    return torch.ones(len(depth), device=depth.device)
 
 
 def decay(anchor, depth, accepted) -> torch.Tensor:
     """Each depth counts `DECAY` of the one before."""
-    return torch.full_like(accepted, DECAY) ** depth
+    return torch.full((len(depth),), DECAY, device=depth.device) ** depth
 
 
 def survival(anchor, depth, accepted) -> torch.Tensor:
@@ -62,7 +79,7 @@ def survival(anchor, depth, accepted) -> torch.Tensor:
 
     Args:
         anchor, depth (`torch.LongTensor` of shape `(rows,)`): The slots; the chains are whole.
-        accepted (`torch.Tensor` of shape `(rows,)`): Their [`acceptance`], without a gradient.
+        accepted (`torch.Tensor` of shape `(rows,)`): Their [`acceptance`], without a gradient; the others do not need it.
     """
     _, chain = torch.unique(anchor, return_inverse=True)
     reached = accepted.new_ones(len(anchor), len(torch.bincount(depth)) + 1)

@@ -60,9 +60,10 @@ class PEagleArguments(TrainingArguments):
     max_anchors: int | None = HfArg(
         default=None, help="Most slots of any depth beyond the first in a batch; no limit if unset."
     )
-    segment_length: int = HfArg(
-        default=1024,
-        help="Tokens of a text to learn at a time; the gradient is that of the whole, the memory that of a segment.",
+    segment_length: int | None = HfArg(
+        default=None,
+        help="Tokens to learn at a time; the gradient is that of the whole, the memory that of a segment. On a CPU 256, as "
+        "no time goes into attention between documents then, else 4096, if unset.",
     )
     loss: str = HfArg(default="kl", help="Loss of a slot: " + ", ".join(f"`{name}`" for name in LOSSES) + ".")
     depth_weights: str = HfArg(
@@ -123,6 +124,8 @@ class PEagleArguments(TrainingArguments):
             self.eval_strategy != "no" and self.save_strategy != "no" and self.eval_prompts > 0
         )
         super().__post_init__()
+        if self.segment_length is None:
+            self.segment_length = 256 if self.device.type == "cpu" else 4096
         self.dataloader_pin_memory &= self.device.type != "cpu"  # torch warns otherwise
         if [self.train_file, self.train_dir, self.feature_dir].count(None) != 2:
             raise ValueError(
@@ -136,6 +139,10 @@ class PEagleArguments(TrainingArguments):
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval_fraction is {self.eval_fraction}; choose from 0 (hold nothing out) to below 1.")
+        if self.segment_length < 1:
+            raise ValueError(f"--segment_length is {self.segment_length}; a segment has at least one token.")
+        if self.gradient_checkpointing:
+            raise ValueError("--gradient_checkpointing is not supported: lower --segment_length to save memory.")
         if not (0 < self.cod_ratio <= 1 and 0 <= self.cod_floor <= 1):
             raise ValueError(
                 f"--cod_ratio is {self.cod_ratio} and --cod_floor {self.cod_floor}; they are shares, the ratio above 0."

@@ -240,10 +240,12 @@ class PEagleTrainer(Trainer):
             logits = logits.float()
             place, shared = torch.unique_consecutive(places[part], return_inverse=True)
             teacher = self.signals.distribution(row["hidden"][0, place])[shared]
-            accepted = acceptance(logits, teacher)
-            losses = LOSSES[self.args.loss](logits, teacher, self.draft_label(labels[part]), accepted)
-            correct = self.draft_ids[logits.argmax(dim=-1)] == labels[part]
-            return torch.stack([losses, accepted, correct.float()])
+            losses = LOSSES[self.args.loss](logits, teacher, self.draft_label(labels[part]))
+            correct = (self.draft_ids[logits.argmax(dim=-1)] == labels[part]).float()
+            accepted = torch.zeros_like(correct)
+            if self.args.depth_weights == "survival":
+                accepted = acceptance(logits.detach(), teacher)
+            return torch.stack([losses, accepted, correct])
 
         cache = DynamicCache()
         for layer in range(len(given) // 2):
@@ -251,7 +253,7 @@ class PEagleTrainer(Trainer):
         output = model(**arguments, cache=cache, rows=rows, score=score)
         losses, accepted, correct = output.scores
         weights = WEIGHTS[self.args.depth_weights](anchor, depth, accepted.detach())
-        self._record(depth, accepted.detach(), correct.detach())
+        self._record(depth, correct.detach())
         return (losses * weights).sum() * scale, keys_and_values(cache)
 
     def draft_label(self, labels: torch.LongTensor) -> torch.LongTensor:
@@ -264,7 +266,7 @@ class PEagleTrainer(Trainer):
             return ShardShuffle(self.train_dataset, self.args.seed)
         return super()._get_train_sampler(train_dataset)
 
-    def _record(self, depth, accepted, correct):
+    def _record(self, depth, correct):
         metrics = self._metrics["train" if self.model.training else "eval"]
         for d in range(self.model.config.num_depths):
             at_depth = depth == d

@@ -131,7 +131,7 @@ def test_without_dropping_slots_the_loss_is_that_of_drafting_after_every_token(t
             chain = range(anchor + 2, anchor + 3 + depth)
             if chain[-1] < len(ids) and all(mask[i] for i in chain):
                 teacher = trainer.signals.distribution(hidden[0, anchor + 1 + depth])
-                total += LOSSES["kl"](scores, teacher, None, None)
+                total += LOSSES["kl"](scores, teacher, None)
     loss = trainer.compute_loss(trainer.model, row, num_items_in_batch=torch.tensor(1))
     torch.testing.assert_close(loss, total, atol=1e-3, rtol=1e-5)
 
@@ -154,7 +154,7 @@ def test_acceptance_is_1_less_the_total_variation(rows):
 
 def test_cross_entropy_is_that_of_the_token_and_none_outside_the_draft_vocabulary(rows):
     logits, teacher, label = rows
-    losses = LOSSES["ce"](logits, teacher, label, None)
+    losses = LOSSES["ce"](logits, teacher, label)
     for row, token in enumerate(label.tolist()):
         expected = 0 if token < 0 else -logits[row].softmax(-1)[token].log()
         torch.testing.assert_close(losses[row], torch.as_tensor(expected, dtype=torch.float32))
@@ -164,17 +164,17 @@ def test_the_hybrid_loss_mixes_kl_and_total_variation_by_the_acceptance(rows):
     logits, teacher, label = rows
     accepted = acceptance(logits, teacher)
     share = torch.exp(-LK_RATE * accepted)
-    expected = share * LOSSES["kl"](logits, teacher, label, accepted) + (1 - share) * (1 - accepted)
-    torch.testing.assert_close(LOSSES["lk"](logits, teacher, label, accepted), expected)
+    expected = share * LOSSES["kl"](logits, teacher, label) + (1 - share) * (1 - accepted)
+    torch.testing.assert_close(LOSSES["lk"](logits, teacher, label), expected)
 
 
 def test_the_share_of_the_hybrid_loss_is_not_learned(rows):
     logits, teacher, label = rows
     logits.requires_grad_()
     accepted = acceptance(logits, teacher)
-    (gradient,) = torch.autograd.grad(LOSSES["lk"](logits, teacher, label, accepted).sum(), logits)
+    (gradient,) = torch.autograd.grad(LOSSES["lk"](logits, teacher, label).sum(), logits)
     share = torch.exp(-LK_RATE * accepted.detach())
-    fixed = share * LOSSES["kl"](logits, teacher, label, None) - (1 - share) * acceptance(logits, teacher)
+    fixed = share * LOSSES["kl"](logits, teacher, label) - (1 - share) * acceptance(logits, teacher)
     torch.testing.assert_close(gradient, torch.autograd.grad(fixed.sum(), logits)[0])
 
 

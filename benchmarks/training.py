@@ -1,0 +1,177 @@
+"""Cost of a training step: `python benchmarks/training.py [step] [length] [shape] [online]`, all four if unnamed.
+
+step    a step against the matrix products that it cannot do without, and what is spent outside forward and backward
+length  time and peak memory against the length of one conversation, at a fixed segment length; the last with the target
+shape   time and peak memory against segment length, depths and layers
+online  a token's time with the target online, its outputs kept, and read from shards
+
+Text and weights are random but for the target's: costs do not depend on them. Every line is a process of its own.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from configuration_peagle import PEagleConfig  # noqa: E402
+from data.collator import PackingCollator  # noqa: E402
+from environment_peagle import environment  # noqa: E402
+from modeling_peagle import PEagleModel  # noqa: E402
+from target_peagle import load_target  # noqa: E402
+from train_peagle import PEagleArguments, freeze  # noqa: E402
+from trainer_peagle import PEagleTrainer, TargetSignals  # noqa: E402
+
+
+DRAFT_VOCABULARY = 6144
+
+
+def build(lengths, *, depths=5, layers=1, segment_length=1024, documents=1, target_online=False, **options):
+    """A trainer of the default pair, and a batch of one block of `documents` conversations of each length."""
+    target, tokenizer = load_target()
+    config = PEagleConfig.for_target(
+        target,
+        tokenizer,
+        mask_token_id=16,
+        num_hidden_layers=layers,
+        draft_vocab_size=DRAFT_VOCABULARY,
+        num_depths=depths,
+        max_position_embeddings=2**17,
+    )
+    torch.manual_seed(0)
+    drafter = PEagleModel.from_target(target, config, torch.arange(DRAFT_VOCABULARY))
+    freeze(drafter, "borrowed")
+    options |= {"train_file": "unused", "use_cpu": True, "report_to": "none", "segment_length": segment_length}
+    trainer = PEagleTrainer(
+        model=drafter,
+        args=PEagleArguments(**{"output_dir": tempfile.mkdtemp(), "eval_strategy": "no"} | options),
+        data_collator=PackingCollator(depths, 0.7, 0.2),
+        signals=TargetSignals(target, config, drafter.draft_ids(), keep=not target_online),
+    )
+    ids = torch.randint(100, DRAFT_VOCABULARY, (sum(lengths),))
+    mask = [int(at >= 0.3 * length) for length in lengths for at in range(length)]
+    batch = trainer.data_collator([{"input_ids": ids, "loss_mask": mask, "seq_lengths": lengths}])
+    if not target_online:  # in place of what the target would give
+        for length, document in zip(lengths, ids.split(lengths)):
+            signals = [torch.randn(1, length, width) for width in (config.num_features, config.target_hidden_size)]
+            trainer.signals.kept[document.numpy().tobytes()] = tuple(signals)
+    return trainer, batch
+
+
+def timed(call, repeats=3):
+    """Seconds of the fastest call after a first one."""
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # GiB
+
+
+def step_of(trainer, batch):
+    def step():
+        trainer.training_step(trainer.model, batch, torch.tensor(1000))
+        trainer.model.zero_grad(set_to_none=True)
+
+    return step
+
+
+def floor(trainer, batch) -> float:
+    """Seconds of the bare products: every slot with every layer's weights, tokens with the fusion, rows with the heads."""
+    drafter, slots = trainer.model, batch["anchor"].numel()
+    tokens, rows = batch["input_ids"].numel(), int((batch["labels"] != -100).sum())
+    places = len(torch.unique((batch["anchor"] + batch["depth"])[batch["labels"][0] != -100]))
+    shapes = [(slots, linear) for linear in drafter.layers.modules() if isinstance(linear, nn.Linear)]
+    shapes += [(tokens, drafter.fc), (rows, drafter.lm_head)]
+    inputs = [torch.randn(count, linear.in_features, requires_grad=True) for count, linear in shapes]
+    inputs[-2].requires_grad_(False)  # the features
+    gradients = [torch.randn(count, linear.out_features) for count, linear in shapes]
+    hidden = torch.randn(places, trainer.signals.head.shape[1])
+
+    def products():
+        for x, (_, linear), gradient in zip(inputs, shapes, gradients):
+            linear(x).backward(gradient)
+        trainer.signals.head @ hidden.T
+
+    return timed(products)
+
+
+def measure(kind, **options) -> dict:
+    """One line of a table, in this process."""
+    torch.set_num_threads(torch.get_num_threads())
+    trainer, batch = build(**options)
+    step = step_of(trainer, batch)
+    numbers = {"slots": batch["anchor"].numel(), "seconds": timed(step, 3 if kind == "step" else 1), "GiB": peak()}
+    if kind == "step":
+        numbers["floor"] = floor(trainer, batch)
+    return numbers
+
+
+def apart(kind, **options) -> dict:
+    """[`measure`] in a process of its own."""
+    line = [sys.executable, __file__, "--line", json.dumps({"kind": kind} | options)]
+    run = subprocess.run(line, capture_output=True, text=True)
+    if run.returncode:
+        sys.exit(run.stderr[-3000:])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def step_table():
+    print("\nconversations  tokens   slots   step s  floor s  ratio")
+    for lengths in ([220, 240], [230] * 8, [1024], [1024] * 4):
+        n = apart("step", lengths=lengths)
+        print(
+            f"{len(lengths):>13} {sum(lengths):>7} {n['slots']:>7} {n['seconds']:8.2f} {n['floor']:8.2f} {n['seconds'] / n['floor']:6.2f}"
+        )
+
+
+def length_table():
+    print("\nlength   slots (K_train 8)   step s   peak GiB, segments of 1,024")
+    for length in (2048, 4096, 8192, 16384, 32768):
+        n = apart("length", lengths=[length], depths=8)
+        print(f"{length:>6} {n['slots']:>8} {n['seconds']:19.1f} {n['GiB']:10.2f}")
+    n = apart("length", lengths=[32768], depths=8, target_online=True)
+    print(f"{32768:>6} {n['slots']:>8} {n['seconds']:19.1f} {n['GiB']:10.2f}   with the target online")
+
+
+def shape_table():
+    print("\nlength  segment  K_train  layers   slots   step s   peak GiB")
+    changes = [
+        {},
+        {"segment_length": 512},
+        {"segment_length": 4096},
+        {"depths": 1},
+        {"depths": 8},
+        {"layers": 2},
+        {"layers": 4},
+    ]
+    for change in changes:
+        shape = {"segment_length": 1024, "depths": 5, "layers": 1} | change
+        n = apart("shape", lengths=[4096], **shape)
+        columns = f"{shape['segment_length']:>8} {shape['depths']:>8} {shape['layers']:>7}"
+        print(f"{4096:>6} {columns} {n['slots']:>7} {n['seconds']:8.2f} {n['GiB']:9.2f}")
+
+
+TABLES = {"step": step_table, "length": length_table, "shape": shape_table}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--line"]:
+        print(json.dumps(measure(**json.loads(sys.argv[2]))))
+    else:
+        print(json.dumps(environment()) if False else "")
+        for name in sys.argv[1:] or TABLES:
+            TABLES[name]()
