@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from data.backends import InProcess, Reply
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_jsonl
-from data.generate_data import _fault_of_words, converse, generate_data, main
+from data.converse import converse, fault_of_words
+from data.generate_data import generate_data, main
 from data.plans import TOPICS, plan_row, plan_self_prompted, user_ends
 
 
@@ -140,7 +141,7 @@ def test_user_turns_are_judged():
     good = "How do I sort a list of words by length in Python?"
 
     def fault(words, finish="stop", ids=None):
-        return _fault_of_words("How " + words, Reply({"content": words}, finish, ids), {3, 9})
+        return fault_of_words("How " + words, Reply({"content": words}, finish, ids), {3, 9})
 
     assert fault(good) is None and fault(good, ids=[7, 8, 9]) is None
     faults = {
