@@ -84,17 +84,21 @@ def plan_row(row: dict, max_turns: int | None) -> dict:
 
 
 def plan_prompts(prompts, max_turns, limit) -> Iterator[tuple[str, dict | BadConversation]]:
-    """Name and plan of each of the first ``limit`` rows; the name is the row's own ``id`` if it is the first with it."""
+    """Name and plan of each of the first ``limit`` rows. The name is the row's own ``id`` where it has one, with the line
+    behind it where an earlier row, a broken one too, has that name already."""
     names = set()
     for number, row in islice(read_rows(prompts), limit):
         name, plan = f"line-{number}", row
         if isinstance(row, dict):
-            own = str(row.get("id", row.get("question_id", name)))
-            name = f"{own}-line-{number}" if own in names else own
+            own = row.get("id", row.get("question_id"))
+            if isinstance(own, str | int | float):
+                name = str(own).encode(errors="replace").decode()  # half a surrogate pair could not be written
             try:
                 plan = plan_row(row, max_turns) | {"source": prompts}
             except BadConversation as bad:
                 plan = bad
+        while name in names:
+            name += f"-line-{number}"
         names.add(name)
         yield name, plan
 

@@ -211,6 +211,20 @@ def test_every_row_is_counted(target, tokenizer, tmp_path):
         run(tmp_path / "none.jsonl", target, tokenizer, prompts=str(path))
 
 
+def test_names_are_unique_whatever_the_ids(target, tokenizer, tmp_path):
+    ids = ["x-line-3", "x", "x", None, "\ud83d", "?", "line-8", 9, [1], "line-2"]
+    rows = [{"prompt": f"Question {i}"} | ({} if own is None else {"id": own}) for i, own in enumerate(ids)]
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
+    lines = [*(tmp_path / "prompts.jsonl").read_text().splitlines(), "{broken"]
+    lines[7:7] = ["{broken"]  # line 8, whose name is taken
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=2)
+    assert counts["in"] == 12 and counts["done"] == 10 and counts["skipped: invalid JSON"] == 2
+    names = ["x-line-3", "x", "x-line-3-line-3", "line-4", "?", "?-line-6", "line-8", "9", "line-10", "line-2"]
+    assert [row["id"] for row in rows] == names
+    assert run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=2) == (rows, counts)
+
+
 def test_a_killed_run_goes_on_and_gives_the_same_rows(folder, target, tokenizer, tmp_path):
     prompts, output = write_prompts(tmp_path / "prompts.jsonl", 16), tmp_path / "out.jsonl"
     options = {"prompts": prompts, "max_new_tokens": 40, "seed": 3}
