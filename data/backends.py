@@ -3,12 +3,14 @@
 Both take requests as they come and give replies as they are ready, so that a finished answer's place is taken at once.
 """
 
+import json
 import os
 import queue
 import random
 import struct
 import threading
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +28,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 
 from data.chat_template import encode_conversation
-from data.conversations import BadConversation
+from data.conversations import BadConversation, read_message
 from target_peagle import stop_token_ids
 
 
@@ -62,7 +64,11 @@ class Reply:
 
 
 class RequestFailed(Exception):
-    """The back end gave no answer; asking again later may help."""
+    """The back end gave no answer; asking again later may help. ``reason``: short and stable, to count by."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
 
 
 class SeededSampling(ContinuousBatchingLogitsProcessor):
@@ -169,7 +175,7 @@ class InProcess:
                 raise RuntimeError("generation broke down") from self.manager.background_thread_status.fatal_error
         name, ids = result.request_id, result.generated_tokens
         if result.error is not None:
-            return name, RequestFailed(result.error)
+            return name, RequestFailed("no answer", result.error)
         text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         finish = "stop" if ids[-1] in self.ends.pop(name) else "length"
         return name, Reply({"role": "assistant", "content": text}, finish, ids)
@@ -213,7 +219,7 @@ class Server:
         self.base_url, self.tokenizer, self.stop_ids = base_url.rstrip("/"), tokenizer, set(stop_ids)
         self.retries, self.first_wait, self.slots = retries, first_wait, concurrency
         self.replies, self.closed = queue.SimpleQueue(), threading.Event()
-        self.model = model or self._ask("GET", "models")["data"][0]["id"]
+        self.model = model or self._ask("GET", "models", lambda reply: reply["data"][0]["id"])
         self.settings = {"back_end": "server", "target": self.model}  # wherever it runs the next time
 
     def __enter__(self):
@@ -246,32 +252,29 @@ class Server:
         options |= {"temperature": request.temperature, "seed": request.seed}
         if request.text is None:
             asked = {"messages": request.messages} | ({"tools": request.tools} if request.tools else {})
-            choice = self._ask("POST", "chat/completions", asked | options)["choices"][0]
-            kept = {key: choice["message"].get(key) for key in ("tool_calls", "reasoning_content")}
-            message = {"role": "assistant", "content": choice["message"].get("content") or ""}
-            message |= {key: value for key, value in kept.items() if value}
-        else:
-            text, ends = request.text, set(request.ends) - self.stop_ids
-            if self.tokenizer("")["input_ids"]:  # the server's tokenizer writes a second BOS
-                text = text.removeprefix(self.tokenizer.bos_token or "")
-            options |= {"stop": self.tokenizer.convert_ids_to_tokens(sorted(ends))} if ends else {}
-            choice = self._ask("POST", "completions", {"prompt": text} | options)["choices"][0]
-            message = {"role": "assistant", "content": choice["text"]}
-        # Anything else, as the token limit or a filter, cut the answer off.
-        return Reply(message, "stop" if choice["finish_reason"] in ("stop", "tool_calls") else "length")
+            return self._ask("POST", "chat/completions", read_choice, asked | options)
+        text, ends = request.text, set(request.ends) - self.stop_ids
+        if self.tokenizer("")["input_ids"]:  # the server's tokenizer writes a second BOS
+            text = text.removeprefix(self.tokenizer.bos_token or "")
+        options |= {"stop": self.tokenizer.convert_ids_to_tokens(sorted(ends))} if ends else {}
+        return self._ask("POST", "completions", read_choice, {"prompt": text} | options)
 
-    def _ask(self, method: str, path: str, body: dict | None = None) -> dict:
-        """The server's JSON. Raises RequestFailed after the last retry, BadConversation where it refuses the request,
-        and ValueError where it would refuse every one."""
+    def _ask(self, method: str, path: str, read: Callable, body: dict | None = None):
+        """What ``read`` makes of the server's JSON. Raises RequestFailed after the last retry or where the JSON is not as
+        the protocol has it, BadConversation where the server refuses the request, ValueError where it would every one."""
         for attempt in range(self.retries + 1):
             wait = min(60, self.first_wait * 2**attempt) * random.uniform(0.5, 1)  # not all at the same moment
             try:
                 response = self.client.request(method, f"{self.base_url}/{path}", json=body)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if response.is_success:
-                    return response.json()
+                    try:
+                        return read(response.json())
+                    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                        told = f"{self.base_url}/{path} says {response.text[:300]!r} ({type(error).__name__}: {error})"
+                        raise RequestFailed("odd reply", told) from error
                 problem = f"{response.status_code} {response.text[:300]}"
                 if response.status_code in (401, 403, 404):
                     raise ValueError(f"{self.base_url}/{path} says {problem}")
@@ -281,4 +284,17 @@ class Server:
                     wait = max(wait, int(response.headers["retry-after"]))
             if attempt == self.retries or self.closed.wait(wait):
                 break
-        raise RequestFailed(f"{self.base_url}/{path}: {problem}, asked {attempt + 1} times")
+        raise RequestFailed("no answer", f"{self.base_url}/{path}: {problem}, asked {attempt + 1} times")
+
+
+def read_choice(reply: dict) -> Reply:
+    """The answer in a server's JSON. Whatever is not as the protocol has it raises one of Python's own errors."""
+    choice = reply["choices"][0]
+    given = choice["message"] if "message" in choice else {"content": choice["text"]}
+    message = read_message({"role": "assistant", "content": given.get("content")}, 0, True)
+    message |= {key: given[key] for key in ("tool_calls", "reasoning_content") if given.get(key)}
+    if not all(call["id"] for call in message.get("tool_calls", ())):
+        raise ValueError("a tool call without an id, which its result would have to name")
+    json.dumps(message, ensure_ascii=False).encode()  # half of a surrogate pair could be neither asked nor written
+    # Anything else, as the token limit or a filter, cut the answer off.
+    return Reply(message, "stop" if choice["finish_reason"] in ("stop", "tool_calls") else "length")

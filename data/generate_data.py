@@ -225,7 +225,7 @@ def generate_data(
             except BadConversation as bad:
                 report.add(name, f"skipped: {bad.reason}", bad, notes)
             except RequestFailed as error:
-                report.add(name, "failed: no answer", error, notes)
+                report.add(name, f"failed: {error.reason}", error, notes)
             else:
                 store.openings.add(_opening(row["messages"], row.get("tools")))
                 store.write(row)
