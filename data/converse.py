@@ -108,7 +108,7 @@ def run_all(plans, backend, start) -> Iterator[tuple[str, dict | Exception, Coun
             except StopIteration as stop:
                 finished[name] = stop.value
                 return running.pop(name)
-            except (BadConversation, RequestFailed) as error:
+            except (BadConversation, RequestFailed, RecursionError) as error:
                 if talk.gi_frame is None:  # it came out of the conversation, so that has ended
                     finished[name] = error
                     return running.pop(name)
@@ -121,7 +121,7 @@ def run_all(plans, backend, start) -> Iterator[tuple[str, dict | Exception, Coun
                 break
             order.append(name)
             notes[name] = Counter()
-            if isinstance(plan, BadConversation):
+            if isinstance(plan, Exception):
                 finished[name] = plan
             else:
                 running[name] = start(plan, notes[name])

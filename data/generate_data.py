@@ -224,6 +224,8 @@ def generate_data(
                     encode_conversation(row, tokenizer, backend.stop_ids)
             except BadConversation as bad:
                 report.add(name, f"skipped: {bad.reason}", bad, notes)
+            except RecursionError as error:  # of JSON in its tools or calls, wherever that is read or written
+                report.add(name, "skipped: nested too deeply", error, notes)
             except RequestFailed as error:
                 report.add(name, f"failed: {error.reason}", error, notes)
             else:

@@ -76,14 +76,17 @@ def plan_row(row: dict, max_turns: int | None) -> dict:
     planned = planned[: places[:max_turns][-1] + 1]
     probe = [message | {"content": ANSWER} if message is answer else message for message in planned]
     _, tools = read_conversation({"messages": probe, "tools": row.get("tools")})
+    # Parquet gives dates and bytes beside the texts, which a row of the output could not hold as they are.
+    kept = json.dumps([planned, tools], ensure_ascii=False, default=str)
     try:
-        json.dumps([planned, tools], ensure_ascii=False).encode()
+        kept.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON may spell but no file and no tokenizer takes
         raise BadConversation("text is not valid Unicode") from None
+    planned, tools = json.loads(kept)
     return {"messages": planned, "tools": tools}
 
 
-def plan_prompts(prompts, max_turns, limit) -> Iterator[tuple[str, dict | BadConversation]]:
+def plan_prompts(prompts, max_turns, limit) -> Iterator[tuple[str, dict | BadConversation | RecursionError]]:
     """Name and plan of each of the first ``limit`` rows. The name is the row's own ``id`` where it has one, with the line
     behind it where an earlier row, a broken one too, has that name already."""
     names = set()
@@ -95,7 +98,7 @@ def plan_prompts(prompts, max_turns, limit) -> Iterator[tuple[str, dict | BadCon
                 name = str(own).encode(errors="replace").decode()  # half a surrogate pair could not be written
             try:
                 plan = plan_row(row, max_turns) | {"source": prompts}
-            except BadConversation as bad:
+            except (BadConversation, RecursionError) as bad:
                 plan = bad
         while name in names:
             name += f"-line-{number}"

@@ -8,11 +8,13 @@ import sys
 import threading
 import time
 from collections import Counter
+from datetime import datetime
 
 import pytest
 import torch
 from chats import CHATML, make_tokenizer
 from conftest import ROOT, SIZES, plain
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from data.backends import InProcess, Reply
@@ -223,6 +225,25 @@ def test_names_are_unique_whatever_the_ids(target, tokenizer, tmp_path):
     names = ["x-line-3", "x", "x-line-3-line-3", "line-4", "?", "?-line-6", "line-8", "9", "line-10", "line-2"]
     assert [row["id"] for row in rows] == names
     assert run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=2) == (rows, counts)
+
+
+def test_dates_of_parquet_files_are_kept_as_text(target, tokenizer, tmp_path):
+    chat = [{"role": "user", "content": "When?", "sent": datetime(2024, 1, 2), "raw": b"1"}]
+    Dataset.from_list([{"messages": chat}]).to_parquet(tmp_path / "chats/train.parquet")
+    options = {"prompts": str(tmp_path / "chats"), "max_new_tokens": 2}
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    assert counts["done"] == 1
+    assert rows[0]["messages"][0] == chat[0] | {"sent": "2024-01-02 00:00:00", "raw": "b'1'"}
+
+
+def test_a_row_nested_too_deeply_is_skipped(target, tokenizer, tmp_path):
+    deep = ["[" * 100_000, *([json.loads('{"a":' * depth + "1" + "}" * depth)] for depth in (300, 600, 900))]
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "One?"}, *({"prompt": "Two?", "tools": t} for t in deep)])
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=2, batch_size=1)
+    assert rows[0]["id"] == "line-1" and counts["in"] == 5 == counts["done"] + sum(
+        count for name, count in counts.items() if name.startswith("skipped")
+    )
+    assert counts["skipped: nested too deeply"] > 1
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_rows(folder, target, tokenizer, tmp_path):
