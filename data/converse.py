@@ -6,6 +6,7 @@ import re
 import zlib
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
+from itertools import takewhile
 
 from data.backends import Reply, Request, RequestFailed
 from data.conversations import BadConversation
@@ -51,6 +52,14 @@ def _draw_words(messages, plan, tokenizer, words, ends, notes) -> Generator[Requ
     raise BadConversation("no usable user turn", f"the last of {USER_TRIES}: {fault}")
 
 
+def calls_of(answer: dict) -> list[dict]:
+    """What names each call of an answer in its result. Nothing, where a call is text, as the target in this process
+    writes it: between the tags that Hermes and Qwen models were trained on."""
+    if "tool_calls" in answer:
+        return [{"tool_call_id": call["id"]} for call in answer["tool_calls"]]
+    return [{}] * answer["content"].count("<tool_call>")
+
+
 def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, notes: Counter):
     """A generator that yields a Request, is sent the Reply, and so on, and returns the row.
 
@@ -60,13 +69,14 @@ def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, 
     messages, tools, answers, calls = [], plan["tools"], [], []
     special = special_ids(tokenizer) if tokenizer else set()
     try:
-        for message in plan["messages"]:
+        for index, message in enumerate(plan["messages"]):
             if "words" in message:
                 words = yield from _draw_words(messages, plan, tokenizer, message["words"], ends, notes)
                 messages.append({"role": "user", "content": words})
             elif message["role"] != "assistant":
-                if message["role"] == "tool" and calls:  # its result is kept, its name is the new call's
-                    message = message | {"tool_call_id": calls.pop(0)["id"]}
+                if message["role"] == "tool" and calls:  # the log's result, under the new call's name if it has one
+                    kept = {key: value for key, value in message.items() if key != "tool_call_id"}
+                    message = kept | calls.pop(0)
                 messages.append(message)
             else:
                 seed, given = seed_of(plan["seed"], len(messages)), list(messages)
@@ -78,9 +88,12 @@ def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, 
                     raise BadConversation("special tokens in an answer" if unsaid else "answer without an end")
                 answers.append(reply)
                 messages.append(reply.message)
-                calls = list(reply.message.get("tool_calls", []))
                 if reply.finish == "length" or unsaid:
                     break
+                calls, following = calls_of(reply.message), plan["messages"][index + 1 :]
+                results = list(takewhile(lambda message: message["role"] == "tool", following))
+                if following and len(calls) != len(results):
+                    raise BadConversation("tool calls and results do not match")
     except BadConversation as bad:
         if not answers:
             raise

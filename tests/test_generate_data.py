@@ -100,8 +100,8 @@ def test_single_answers_carry_the_exact_tokens(target, tokenizer, tmp_path):
 
 
 def test_every_answer_of_a_conversation_is_written_anew(target, tokenizer, tmp_path):
-    system, tool = {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "5"}
-    chats = [[system, USER | {"content": f"{i}!"}, ASSISTANT, tool, ASSISTANT, USER] for i in range(12)]
+    system = {"role": "system", "content": "Be brief."}
+    chats = [[system, USER | {"content": f"{i}!"}, ASSISTANT, USER, ASSISTANT, USER] for i in range(12)]
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"messages": chat} for chat in chats])
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=60)
     assert counts["done"] == 12 and any(name.startswith("ended early") for name in counts)
@@ -176,17 +176,41 @@ def test_prompt_rows_become_plans():
             plan_row(row, None)
 
 
-def test_tool_results_follow_the_new_calls():
-    call, result = {"id": "new", "type": "function"}, {"role": "tool", "tool_call_id": "old", "content": "5"}
-    plan = {"messages": [USER, {"role": "assistant"}, result, {"role": "assistant"}], "tools": [{}], "id": "0"}
-    talk = converse(plan | {"source": "", "temperature": 1.0, "seed": 1}, None, (), 9, Counter())
+def call(name):
+    return {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def result(name, content):
+    return {"role": "tool", "content": content} | ({"tool_call_id": name} if name else {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "names"),
+    [
+        ({"content": "", "tool_calls": [call("new1"), call("new2")]}, ["new1", "new2"]),
+        ({"content": "<tool_call>f</tool_call>\n<tool_call>f</tool_call>"}, [None, None]),
+        ({"content": "I call nothing."}, None),
+        ({"content": "", "tool_calls": [call("new1")]}, None),
+        ({"content": "<tool_call>f</tool_call>" * 3}, None),
+    ],
+)
+def test_tool_results_follow_as_many_new_calls_only(answer, names):
+    open_, notes = {"role": "assistant"}, Counter()
+    messages = [USER, open_, result("old1", "5"), result("old2", "6"), open_]
+    plan = {"messages": messages, "tools": [{}], "id": "0", "source": "", "temperature": 1.0, "seed": 1}
+    talk, answer = converse(plan, None, (), 9, notes), {"role": "assistant"} | answer
     assert talk.send(None).messages == [USER]
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    asked = talk.send(Reply(said, "stop")).messages
-    assert asked == [USER, said, result | {"tool_call_id": "new"}]
-    with pytest.raises(StopIteration) as stop:
-        talk.send(Reply(ASSISTANT, "stop"))
-    assert stop.value.value["messages"] == [*asked, ASSISTANT] and "resp_ids" not in stop.value.value
+    if names is None:
+        with pytest.raises(StopIteration) as stop:
+            talk.send(Reply(answer, "stop"))
+        assert stop.value.value["messages"] == [USER, answer]
+        assert notes == {"ended early: tool calls and results do not match": 1}
+        return
+    asked = talk.send(Reply(answer, "stop")).messages
+    assert asked == [USER, answer, result(names[0], "5"), result(names[1], "6")]
+    with pytest.raises(StopIteration) as stop:  # calls of the last answer need no results
+        talk.send(Reply(ASSISTANT | {"tool_calls": [call("last")]}, "stop"))
+    assert stop.value.value["messages"][:-1] == asked and "resp_ids" not in stop.value.value and not notes
 
 
 def test_every_row_is_counted(target, tokenizer, tmp_path):
