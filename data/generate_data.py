@@ -42,10 +42,14 @@ from target_peagle import load_target, load_tokenizer
 SELF_PROMPTED = 100  # conversations, where no number is asked for
 
 
-def _opening(messages: list[dict], tools) -> bytes:
-    """A digest of all before the first answer; conversations that share it are duplicates."""
-    opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
-    return hashlib.blake2b(json.dumps([opening, tools], sort_keys=True).encode(), digest_size=16).digest()
+def _digest(messages: list[dict], tools) -> bytes:
+    return hashlib.blake2b(json.dumps([messages, tools], sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _opening(row: dict) -> bytes:
+    """Of all before the first answer: what the target wrote of a self-prompted conversation before it is answered."""
+    opening = list(takewhile(lambda message: message["role"] != "assistant", row["messages"]))
+    return _digest(opening, row.get("tools"))
 
 
 class _Output:
@@ -93,7 +97,7 @@ class _Output:
             if isinstance(row, BadConversation) or not {"id", "messages"} <= row.keys():
                 raise ValueError(f"{self.path}, line {number} is no row of this command: name another output")
             self.names.add(row["id"])
-            self.openings.add(_opening(row["messages"], row.get("tools")))
+            self.openings.add(_opening(row))
 
     def close(self) -> None:
         self.file.close()
@@ -188,15 +192,16 @@ def generate_data(
             yield name, plan
 
     def todo():
+        asked = set()
         for name, plan in plans():
+            if prompts is not None and isinstance(plan, dict):  # a plan has all that is given, later turns too
+                given = _digest(plan["messages"], plan["tools"])
+                plan = BadConversation("duplicate prompt") if given in asked else plan
+                asked.add(given)
             if name in store.names:
                 report.counts.update(["in", "done"])
                 report.bar.update()
                 continue
-            if prompts is not None and isinstance(plan, dict):
-                opening = _opening(plan["messages"], plan["tools"])
-                plan = BadConversation("duplicate opening") if opening in store.openings else plan
-                store.openings.add(opening)
             yield name, plan
 
     def start(plan, notes):
@@ -218,7 +223,7 @@ def generate_data(
             try:
                 if isinstance(row, Exception):
                     raise row
-                if prompts is None and _opening(row["messages"], row.get("tools")) in store.openings:
+                if prompts is None and _opening(row) in store.openings:
                     raise BadConversation("duplicate opening")  # known only now, as the target wrote it
                 if tokenizer is not None:
                     encode_conversation(row, tokenizer, backend.stop_ids)
@@ -229,7 +234,7 @@ def generate_data(
             except RequestFailed as error:
                 report.add(name, f"failed: {error.reason}", error, notes)
             else:
-                store.openings.add(_opening(row["messages"], row.get("tools")))
+                store.openings.add(_opening(row))
                 store.write(row)
                 report.add(name, "done", notes=notes)
     counts = report.counts

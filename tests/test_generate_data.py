@@ -225,7 +225,7 @@ def test_every_row_is_counted(target, tokenizer, tmp_path):
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, batch_size=1, prompts=str(path))
     assert [row["id"] for row in rows] == ["line-1", "x", "x-line-8", "line-50"]
     reasons = {
-        "duplicate opening": 1,
+        "duplicate prompt": 1,
         "invalid JSON": 1,
         "tools are not a list of schemas": 1,
         "row is not an object": 41,
@@ -235,6 +235,21 @@ def test_every_row_is_counted(target, tokenizer, tmp_path):
     path.write_text("{\n")
     with pytest.raises(ValueError, match="no conversation: 1 in; 0 done; 1 skipped: invalid JSON"):
         run(tmp_path / "none.jsonl", target, tokenizer, prompts=str(path))
+
+
+def test_only_whole_duplicates_of_the_prompts_are_left_out(target, tokenizer, tmp_path):
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    chats = [{"turns": ["One?", "Two?"]}, {"turns": ["One?", "Three?"]}, {"turns": ["One?"]}]
+    chats += [{"turns": ["One?"], "tools": tools}, {"turns": ["One?", "Two?"]}, {"prompt": "One?"}]
+    prompts = write_rows(tmp_path / "prompts.jsonl", [*chats, {"messages": [USER, ASSISTANT]}])
+    options = {"prompts": prompts, "max_new_tokens": 2, "temperatures": (0.0,)}
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    assert [row["id"] for row in rows] == ["line-1", "line-2", "line-3", "line-4", "line-7"]
+    assert counts["in"] == 7 and counts["skipped: duplicate prompt"] == 2
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines[:2]))  # a resumed run knows the prompts that are done
+    again, more = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    assert again == rows and [more[key] for key in ("in", "done", "skipped: duplicate prompt")] == [7, 5, 2]
 
 
 def test_names_are_unique_whatever_the_ids(target, tokenizer, tmp_path):
