@@ -66,7 +66,7 @@ def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, 
     ``plan``: as from `plan_row`, with ``id``, ``source``, ``temperature`` and ``seed``. ``notes`` counts what else
     there is to report. Raises BadConversation where there is no first answer, and what is thrown into it.
     """
-    messages, tools, answers, calls = [], plan["tools"], [], []
+    messages, tools, answers, calls, cut = [], plan["tools"], [], [], {}
     special = special_ids(tokenizer) if tokenizer else set()
     try:
         for index, message in enumerate(plan["messages"]):
@@ -81,15 +81,16 @@ def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, 
             else:
                 seed, given = seed_of(plan["seed"], len(messages)), list(messages)
                 reply = yield Request(max_new_tokens, plan["temperature"], seed, messages=given, tools=tools)
-                unsaid = special & set((reply.ids or [])[:-1])
                 if not reply.message["content"] and "tool_calls" not in reply.message:
                     raise BadConversation("empty answer")
-                if (reply.finish == "length" or unsaid) and (answers or reply.ids is None):
-                    raise BadConversation("special tokens in an answer" if unsaid else "answer without an end")
-                answers.append(reply)
-                messages.append(reply.message)
-                if reply.finish == "length" or unsaid:
-                    break
+                fault = "answer hit the length limit" if reply.finish == "length" else None
+                if special & set((reply.ids or [])[:-1]):
+                    fault = "special tokens in an answer"
+                if not fault or reply.ids and not answers:  # its tokens tell what its text does not
+                    answers.append(reply)
+                    messages.append(reply.message)
+                if fault:
+                    raise BadConversation(fault)
                 calls, following = calls_of(reply.message), plan["messages"][index + 1 :]
                 results = list(takewhile(lambda message: message["role"] == "tool", following))
                 if following and len(calls) != len(results):
@@ -97,11 +98,12 @@ def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, 
     except BadConversation as bad:
         if not answers:
             raise
-        notes[f"ended early: {bad.reason}"] += 1
+        planned = sum(message["role"] == "assistant" for message in plan["messages"])
+        cut = {"cut": bad.reason, "turns_left_out": planned - len(answers)}
     while messages[-1]["role"] != "assistant":
         messages.pop()
     row = {"id": plan["id"], "messages": messages} | ({"tools": tools} if tools else {})
-    row |= {key: plan[key] for key in ("source", "temperature", "seed")} | {"finish": answers[-1].finish}
+    row |= {key: plan[key] for key in ("source", "temperature", "seed")} | {"finish": answers[-1].finish} | cut
     return row | ({"resp_ids": answers[0].ids} if len(answers) == 1 and answers[0].ids else {})
 
 

@@ -6,7 +6,8 @@ from where a user's words begin). A prompt row has `messages` (with `tools` if n
 one after the other, each seeing the new ones before it), a `prompt`, or `turns`, a list of user turns.
 
 A row of the output has `id`, `messages`, `tools` if there are any, `source`, `temperature`, `seed`, `finish` ("stop", or
-"length" where the answer hit the token limit) and, with a single answer whose tokens are known, `resp_ids`: these, the end
+"length" where the answer hit the token limit), where it ended before its plan `cut`, the reason, and `turns_left_out`, the
+number of answers that were not written for it, and, with a single answer whose tokens are known, `resp_ids`: these, the end
 of the turn included where the target wrote one. A conversation ends before a later answer that hits the limit, is empty
 or has special tokens inside, as its text would not tell what the target wrote.
 
@@ -46,6 +47,13 @@ def _digest(messages: list[dict], tools) -> bytes:
     return hashlib.blake2b(json.dumps([messages, tools], sort_keys=True).encode(), digest_size=16).digest()
 
 
+def _cuts(row: dict) -> Counter:
+    """What there is to report of a row that is done, whichever run made it."""
+    if "cut" not in row:
+        return Counter()
+    return +Counter({f"of the done cut: {row['cut']}": 1, "turns left out by cuts": row["turns_left_out"]})
+
+
 def _opening(row: dict) -> bytes:
     """Of all before the first answer: what the target wrote of a self-prompted conversation before it is answered."""
     opening = list(takewhile(lambda message: message["role"] != "assistant", row["messages"]))
@@ -55,11 +63,12 @@ def _opening(row: dict) -> bytes:
 class _Output:
     """The file of rows and the manifest beside it. Opening it repairs what a kill left behind.
 
-    ``names`` and ``openings``: of the rows that are there. Raises ValueError where they were made with other settings.
+    ``rows``: the `_cuts` of those that are there, by name; ``openings``: theirs. Raises ValueError where they were made
+    with other settings.
     """
 
     def __init__(self, path: Path, settings: dict):
-        self.path, self.settings, self.names, self.openings = path, settings, set(), set()
+        self.path, self.settings, self.rows, self.openings = path, settings, {}, set()
         self.manifest = path.with_name(path.name + ".manifest.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(f"{path}.lock", timeout=0)
@@ -96,7 +105,7 @@ class _Output:
         for number, row in read_jsonl(self.path):
             if isinstance(row, BadConversation) or not {"id", "messages"} <= row.keys():
                 raise ValueError(f"{self.path}, line {number} is no row of this command: name another output")
-            self.names.add(row["id"])
+            self.rows[row["id"]] = _cuts(row)
             self.openings.add(_opening(row))
 
     def close(self) -> None:
@@ -198,8 +207,9 @@ def generate_data(
                 given = _digest(plan["messages"], plan["tools"])
                 plan = BadConversation("duplicate prompt") if given in asked else plan
                 asked.add(given)
-            if name in store.names:
+            if name in store.rows:
                 report.counts.update(["in", "done"])
+                report.counts.update(store.rows[name])
                 report.bar.update()
                 continue
             yield name, plan
@@ -212,7 +222,7 @@ def generate_data(
         rows, words, answers = 0, 0, 0
         for name, plan in plans():
             rows += 1
-            for message in plan["messages"] if isinstance(plan, dict) and name not in store.names else ():
+            for message in plan["messages"] if isinstance(plan, dict) and name not in store.rows else ():
                 words += "words" in message
                 answers += message["role"] == "assistant"
         tokens = words * USER_TOKENS + answers * max_new_tokens
@@ -236,7 +246,7 @@ def generate_data(
             else:
                 store.openings.add(_opening(row))
                 store.write(row)
-                report.add(name, "done", notes=notes)
+                report.add(name, "done", notes=notes + _cuts(row))
     counts = report.counts
     lost = sum(count for name, count in counts.items() if name.startswith(("skipped", "failed")))
     assert counts["in"] == counts["done"] + lost, counts

@@ -85,7 +85,7 @@ def run(output, target, tokenizer, batch_size=3, **options):
 def test_single_answers_carry_the_exact_tokens(target, tokenizer, tmp_path):
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts)
-    assert counts == {"in": 12, "done": 12} and [row["id"] for row in rows] == [f"q{i}" for i in range(12)]
+    assert counts["in"] == counts["done"] == 12 and [row["id"] for row in rows] == [f"q{i}" for i in range(12)]
     assert [row["temperature"] for row in rows] == [0.0, 0.7, 1.0] * 4
     ends = set(target.generation_config.eos_token_id)
     for row in rows:
@@ -104,7 +104,7 @@ def test_every_answer_of_a_conversation_is_written_anew(target, tokenizer, tmp_p
     chats = [[system, USER | {"content": f"{i}!"}, ASSISTANT, USER, ASSISTANT, USER] for i in range(12)]
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"messages": chat} for chat in chats])
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=60)
-    assert counts["done"] == 12 and any(name.startswith("ended early") for name in counts)
+    assert counts["done"] == 12 and any(name.startswith("of the done cut") for name in counts)
     answers = Counter()
     for row, chat in zip(rows, chats):
         kept = [message for message in row["messages"] if message["role"] != "assistant"]
@@ -195,22 +195,23 @@ def result(name, content):
     ],
 )
 def test_tool_results_follow_as_many_new_calls_only(answer, names):
-    open_, notes = {"role": "assistant"}, Counter()
+    open_ = {"role": "assistant"}
     messages = [USER, open_, result("old1", "5"), result("old2", "6"), open_]
     plan = {"messages": messages, "tools": [{}], "id": "0", "source": "", "temperature": 1.0, "seed": 1}
-    talk, answer = converse(plan, None, (), 9, notes), {"role": "assistant"} | answer
+    talk, answer = converse(plan, None, (), 9, Counter()), {"role": "assistant"} | answer
     assert talk.send(None).messages == [USER]
     if names is None:
         with pytest.raises(StopIteration) as stop:
             talk.send(Reply(answer, "stop"))
-        assert stop.value.value["messages"] == [USER, answer]
-        assert notes == {"ended early: tool calls and results do not match": 1}
+        row = stop.value.value
+        assert row["messages"] == [USER, answer] and row["turns_left_out"] == 1
+        assert row["cut"] == "tool calls and results do not match"
         return
     asked = talk.send(Reply(answer, "stop")).messages
     assert asked == [USER, answer, result(names[0], "5"), result(names[1], "6")]
     with pytest.raises(StopIteration) as stop:  # calls of the last answer need no results
         talk.send(Reply(ASSISTANT | {"tool_calls": [call("last")]}, "stop"))
-    assert stop.value.value["messages"][:-1] == asked and "resp_ids" not in stop.value.value and not notes
+    assert stop.value.value["messages"][:-1] == asked and not {"resp_ids", "cut"} & stop.value.value.keys()
 
 
 def test_every_row_is_counted(target, tokenizer, tmp_path):
@@ -231,7 +232,8 @@ def test_every_row_is_counted(target, tokenizer, tmp_path):
         "row is not an object": 41,
     }
     reasons["no room for an answer"] = 1
-    assert counts == {"in": 49, "done": 4} | {f"skipped: {reason}": count for reason, count in reasons.items()}
+    told = {name: count for name, count in counts.items() if not name.startswith("of the done")}
+    assert told == {"in": 49, "done": 4} | {f"skipped: {reason}": count for reason, count in reasons.items()}
     path.write_text("{\n")
     with pytest.raises(ValueError, match="no conversation: 1 in; 0 done; 1 skipped: invalid JSON"):
         run(tmp_path / "none.jsonl", target, tokenizer, prompts=str(path))
@@ -250,6 +252,20 @@ def test_only_whole_duplicates_of_the_prompts_are_left_out(target, tokenizer, tm
     (tmp_path / "out.jsonl").write_bytes(b"".join(lines[:2]))  # a resumed run knows the prompts that are done
     again, more = run(tmp_path / "out.jsonl", target, tokenizer, **options)
     assert again == rows and [more[key] for key in ("in", "done", "skipped: duplicate prompt")] == [7, 5, 2]
+
+
+def test_conversations_cut_at_the_limit_are_counted(target, tokenizer, tmp_path):
+    prompts = write_rows(tmp_path / "p.jsonl", [{"turns": [f"{i}?"] * (1 + i % 3)} for i in range(6)])
+    options = {"prompts": prompts, "temperatures": (0.0,), "max_new_tokens": 2}
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    cut = [(row["turns_left_out"], row["cut"]) for row in rows if "cut" in row]
+    assert len(cut) > 3 and {reason for _, reason in cut} == {"answer hit the length limit"}
+    assert counts["of the done cut: answer hit the length limit"] == len(cut)
+    assert counts["turns left out by cuts"] == sum(left for left, _ in cut) > 0
+    assert sum(row["messages"][-1]["role"] == "assistant" for row in rows) == 6
+    answers = sum(message["role"] == "assistant" for row in rows for message in row["messages"])
+    assert answers + counts["turns left out by cuts"] == 2 * (1 + 2 + 3)
+    assert run(tmp_path / "out.jsonl", target, tokenizer, **options)[1] == counts  # a resumed run, too
 
 
 def test_names_are_unique_whatever_the_ids(target, tokenizer, tmp_path):
