@@ -84,24 +84,27 @@ class _Output:
 
     def _open(self) -> None:
         path, settings = self.path, self.settings
-        if self.manifest.exists():
-            before = json.loads(self.manifest.read_text())["settings"]
-            for key in settings | before:
-                if before.get(key) != settings.get(key):
-                    told = f"{key} {before.get(key)!r}, not {settings.get(key)!r}"
-                    raise ValueError(f"{path} was made with {told}: repeat its own command or name another output")
-        elif path.exists() and path.stat().st_size:
+        if path.exists() and path.stat().st_size and not self.manifest.exists():
             raise ValueError(f"{path} is there, but not {self.manifest.name}: name another output")
-        else:
-            self.write_manifest({})
         self.file = path.open("ab+")
+        self._cut_last_line()
+        before = json.loads(self.manifest.read_text())["settings"] if self.file.tell() else settings
+        for key in settings | before:
+            if before.get(key) != settings.get(key):
+                told = f"{key} {before.get(key)!r}, not {settings.get(key)!r}"
+                raise ValueError(f"{path} was made with {told}: repeat its own command or name another output")
+        if not self.file.tell():  # settings bind the rows that are there
+            self.write_manifest({})
         self._read()
 
-    def _read(self) -> None:
+    def _cut_last_line(self) -> None:
         size = self.file.seek(0, os.SEEK_END)
         while size and (self.file.seek(size - 1), self.file.read(1))[1] != b"\n":
             size -= 1  # a last line that was cut short
         self.file.truncate(size)
+        self.file.seek(size)
+
+    def _read(self) -> None:
         for number, row in read_jsonl(self.path):
             if isinstance(row, BadConversation) or not {"id", "messages"} <= row.keys():
                 raise ValueError(f"{self.path}, line {number} is no row of this command: name another output")
@@ -186,7 +189,6 @@ def generate_data(
     if prompts is not None and counted:
         with open(prompts, "rb") as file:
             settings["prompts_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-    store = _Output(output, settings)
     ends = user_ends(tokenizer) if prompts is None else ()
 
     def plans():
@@ -199,6 +201,9 @@ def generate_data(
                 plan |= {"id": name, "temperature": settings["temperatures"][index % len(temperatures)]}
                 plan["seed"] = seed_of(seed, name)
             yield name, plan
+
+    next(plans(), None)  # input that cannot be read is told before anything is written
+    store = _Output(output, settings)
 
     def todo():
         asked = set()

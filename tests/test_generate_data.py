@@ -268,6 +268,22 @@ def test_conversations_cut_at_the_limit_are_counted(target, tokenizer, tmp_path)
     assert run(tmp_path / "out.jsonl", target, tokenizer, **options)[1] == counts  # a resumed run, too
 
 
+def test_settings_bind_an_output_that_has_rows_only(target, tokenizer, tmp_path):
+    output = tmp_path / "new" / "out.jsonl"
+    with pytest.raises(FileNotFoundError, match="mistyped"):
+        run(output, target, tokenizer, prompts=str(tmp_path / "mistyped.jsonl"))
+    assert not output.parent.exists()
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match="no conversation"):
+        run(output, target, tokenizer, prompts=str(tmp_path / "bad.jsonl"))
+    options = {"prompts": write_prompts(tmp_path / "prompts.jsonl", 2), "max_new_tokens": 2}
+    assert run(output, target, tokenizer, **options)[1]["done"] == 2
+    with pytest.raises(ValueError, match="was made with seed 0, not 1"):
+        run(output, target, tokenizer, **options, seed=1)
+    output.write_bytes(output.read_bytes()[:9])  # killed in its first row
+    assert run(output, target, tokenizer, **options, seed=1)[1]["done"] == 2
+
+
 def test_names_are_unique_whatever_the_ids(target, tokenizer, tmp_path):
     ids = ["x-line-3", "x", "x", None, "\ud83d", "?", "line-8", 9, [1], "line-2"]
     rows = [{"prompt": f"Question {i}"} | ({} if own is None else {"id": own}) for i, own in enumerate(ids)]
