@@ -71,6 +71,12 @@ class RequestFailed(Exception):
         self.reason = reason
 
 
+def check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}: it has to be at least 1")
+
+
 class SeededSampling(ContinuousBatchingLogitsProcessor):
     """Adds Gumbel noise, so that the largest score is a draw from the softmax of the scores.
 
@@ -120,6 +126,7 @@ class InProcess:
         batch_size: int = 8,
         max_length: int = 2048,
     ):
+        check_counts(batch_size=batch_size, max_length=max_length)
         self.target, self.tokenizer, self.batch_size = target, tokenizer, batch_size
         self.slots = 2 * batch_size  # as many wait for a place, so that none stays empty while Python thinks
         self.max_length = min(max_length, target.config.get_text_config().max_position_embeddings)
@@ -213,6 +220,7 @@ class Server:
         retries=6,
         first_wait=1.0,
     ):
+        check_counts(concurrency=concurrency)
         api_key = api_key or os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.client = httpx.Client(headers=headers, timeout=httpx.Timeout(600, connect=10))

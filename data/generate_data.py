@@ -19,6 +19,7 @@ to near ties, which rounding may decide otherwise in another batch). A server ha
 import argparse
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -31,7 +32,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from data.backends import InProcess, RequestFailed, Server
+from data.backends import InProcess, RequestFailed, Server, check_counts
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_jsonl
 from data.converse import USER_TOKENS, converse, run_all, seed_of
@@ -179,8 +180,11 @@ def generate_data(
     Returns the manifest, which lies beside the output: "settings", and "counts" with "in" = "done" + all
     "skipped: <reason>" + all "failed: <reason>", and other things worth knowing. What failed is asked again when the
     command is repeated; what is there already counts as done.
-    Raises ValueError: other settings than the output was made with, or no conversation. OSError: unreadable files.
+    Raises ValueError: an argument is out of range, the output was made with other settings, or no conversation came of it. OSError: unreadable files.
     """
+    check_counts(num_conversations=num_conversations, max_new_tokens=max_new_tokens, max_turns=max_turns)
+    if not temperatures or not all(0 <= temperature < math.inf for temperature in temperatures):
+        raise ValueError(f"temperatures are {list(temperatures)}: at least one is needed, and each of 0 or more")
     output, counted = Path(output), prompts is None or Path(prompts).is_file()
     if prompts is None and tokenizer is None:
         raise ValueError("self-prompting needs the target's tokenizer: name the target")
@@ -297,7 +301,9 @@ def main(arguments: list[str] | None = None) -> None:
     add_hub_arguments(parser)
     args = parser.parse_args(arguments)
     names = ("prompts", "num_conversations", "temperatures", "seed", "max_new_tokens", "max_turns")
+    counts = ("batch_size", "max_length", "concurrency", "num_conversations", "max_new_tokens", "max_turns")
     try:
+        check_counts(**{name: getattr(args, name) for name in counts})  # before the target is loaded
         backend, tokenizer = _backend(args)
         manifest = generate_data(args.output, backend, tokenizer, **{name: getattr(args, name) for name in names})
         if args.push_to_hub:

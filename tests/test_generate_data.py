@@ -17,7 +17,7 @@ from conftest import ROOT, SIZES, plain
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data.backends import InProcess, Reply
+from data.backends import InProcess, Reply, Server
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_jsonl
 from data.converse import converse, fault_of_words
@@ -282,6 +282,23 @@ def test_settings_bind_an_output_that_has_rows_only(target, tokenizer, tmp_path)
         run(output, target, tokenizer, **options, seed=1)
     output.write_bytes(output.read_bytes()[:9])  # killed in its first row
     assert run(output, target, tokenizer, **options, seed=1)[1]["done"] == 2
+
+
+@pytest.mark.parametrize("name", ["batch_size", "max_length", "concurrency", "max_turns", "max_new_tokens"])
+def test_counts_below_one_are_refused_before_anything_is_loaded(name, tmp_path):
+    with pytest.raises(SystemExit, match=f"error: {name} is 0: it has to be at least 1"):
+        main(["--output", str(tmp_path / "out.jsonl"), "--target_model", str(tmp_path / "none"), f"--{name}", "0"])
+    assert not any(tmp_path.iterdir())
+
+
+def test_arguments_out_of_range_are_refused(target, tokenizer, tmp_path):
+    faults = [{"max_turns": 0}, {"max_new_tokens": 0}, {"num_conversations": 0}, {"batch_size": 0}]
+    for options in [*faults, {"temperatures": ()}, {"temperatures": (-1.0,)}, {"temperatures": (float("nan"),)}]:
+        with pytest.raises(ValueError, match="at least"):
+            run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    with pytest.raises(ValueError, match="concurrency is 0"):
+        Server("http://127.0.0.1:9/v1", "some", concurrency=0)
+    assert not any(tmp_path.iterdir())
 
 
 def test_names_are_unique_whatever_the_ids(target, tokenizer, tmp_path):
