@@ -29,6 +29,8 @@ from transformers.generation.logits_process import LogitsProcessorList, Temperat
 
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_message
+from data.hub import public_name
+from data.target_signals import weights_fingerprint
 from target_peagle import stop_token_ids
 
 
@@ -130,7 +132,8 @@ class InProcess:
         self.target, self.tokenizer, self.batch_size = target, tokenizer, batch_size
         self.slots = 2 * batch_size  # as many wait for a place, so that none stays empty while Python thinks
         self.max_length = min(max_length, target.config.get_text_config().max_position_embeddings)
-        self.settings = {"back_end": "in process", "target": target.name_or_path, "max_length": self.max_length}
+        self.settings = {"back_end": "in process", "target": public_name(target.name_or_path)}
+        self.settings |= {"target_weights": weights_fingerprint(target), "max_length": self.max_length}
         self.stop_ids = stop_token_ids(target.generation_config)
         self.stop_ids |= {i for i in [tokenizer.eos_token_id] if i is not None}
         self.ends = {}
@@ -228,7 +231,7 @@ class Server:
         self.retries, self.first_wait, self.slots = retries, first_wait, concurrency
         self.replies, self.closed = queue.SimpleQueue(), threading.Event()
         self.model = model or self._ask("GET", "models", lambda reply: reply["data"][0]["id"])
-        self.settings = {"back_end": "server", "target": self.model}  # wherever it runs the next time
+        self.settings = {"back_end": "server", "target": public_name(self.model)}  # wherever it runs the next time
 
     def __enter__(self):
         self.workers = ThreadPoolExecutor(self.slots)

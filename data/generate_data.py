@@ -36,7 +36,7 @@ from data.backends import InProcess, RequestFailed, Server, check_counts
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_jsonl
 from data.converse import USER_TOKENS, converse, run_all, seed_of
-from data.hub import add_hub_arguments, publish
+from data.hub import add_hub_arguments, public_name, publish
 from data.plans import plan_prompts, plan_self_prompted, user_ends
 from target_peagle import load_target, load_tokenizer
 
@@ -59,6 +59,15 @@ def _opening(row: dict) -> bytes:
     """Of all before the first answer: what the target wrote of a self-prompted conversation before it is answered."""
     opening = list(takewhile(lambda message: message["role"] != "assistant", row["messages"]))
     return _digest(opening, row.get("tools"))
+
+
+def _content_hash(path: Path) -> str:
+    """SHA-256 of a file, or of the files of a folder one after the other."""
+    total = hashlib.sha256()
+    for part in [path] if path.is_file() else sorted(part for part in path.rglob("*") if part.is_file()):
+        with part.open("rb") as file:
+            hashlib.file_digest(file, lambda: total)
+    return total.hexdigest()
 
 
 class _Output:
@@ -188,11 +197,11 @@ def generate_data(
     output, counted = Path(output), prompts is None or Path(prompts).is_file()
     if prompts is None and tokenizer is None:
         raise ValueError("self-prompting needs the target's tokenizer: name the target")
-    settings = {"prompts": prompts, "seed": seed, "temperatures": [float(t) for t in temperatures]}
+    settings = {"prompts": None if prompts is None else public_name(prompts), "seed": seed}
+    settings |= {"temperatures": [float(t) for t in temperatures]}
     settings |= {"max_new_tokens": max_new_tokens, "max_turns": max_turns} | backend.settings
-    if prompts is not None and counted:
-        with open(prompts, "rb") as file:
-            settings["prompts_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+    if prompts is not None and Path(prompts).exists():
+        settings["prompts_sha256"] = _content_hash(Path(prompts))
     ends = user_ends(tokenizer) if prompts is None else ()
 
     def plans():

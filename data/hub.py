@@ -30,6 +30,13 @@ def add_hub_arguments(parser) -> None:
     )
 
 
+def public_name(source) -> str:
+    """What a manifest calls an input or a target: as it is on the Hub, of a local path the last part, as the rest tells
+    of this machine only."""
+    path = Path(os.path.expanduser(source))
+    return Path(os.path.abspath(path)).name if path.is_absolute() or path.exists() else str(source)
+
+
 def make_card(kind: str, repo_id: str, manifest: dict, license: str) -> DatasetCard:
     """The card: the splits that `datasets.load_dataset` finds, what the data are, and where they come from."""
     files = {"train": "data/train.jsonl"} if kind == "conversations" else {}

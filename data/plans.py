@@ -6,6 +6,7 @@ from itertools import islice
 
 from data.chat_template import render
 from data.conversations import ROLES, BadConversation, read_conversation, read_message, read_rows
+from data.hub import public_name
 from data.windows import ANSWER
 
 
@@ -97,7 +98,7 @@ def plan_prompts(prompts, max_turns, limit) -> Iterator[tuple[str, dict | BadCon
             if isinstance(own, str | int | float):
                 name = str(own).encode(errors="replace").decode()  # half a surrogate pair could not be written
             try:
-                plan = plan_row(row, max_turns) | {"source": prompts}
+                plan = plan_row(row, max_turns) | {"source": public_name(prompts)}
             except (BadConversation, RecursionError) as bad:
                 plan = bad
         while name in names:

@@ -301,6 +301,22 @@ def test_arguments_out_of_range_are_refused(target, tokenizer, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_no_local_path_is_told_and_any_spelling_of_one_is_the_same_input(target, tokenizer, tmp_path, monkeypatch):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
+    options = {"prompts": prompts, "max_new_tokens": 2}
+    monkeypatch.setattr(target, "name_or_path", str(tmp_path / "own_target"))
+    rows, _ = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    assert {row["source"] for row in rows} == {"prompts.jsonl"}
+    for path in (tmp_path / "out.jsonl", tmp_path / "out.jsonl.manifest.json"):
+        assert str(tmp_path) not in path.read_text()
+    monkeypatch.chdir(tmp_path)
+    for spelling in ("prompts.jsonl", f"../{tmp_path.name}/./prompts.jsonl"):
+        assert run(tmp_path / "out.jsonl", target, tokenizer, **options | {"prompts": spelling})[0] == rows
+    write_prompts(tmp_path / "prompts.jsonl", 3)
+    with pytest.raises(ValueError, match="was made with prompts_sha256"):
+        run(tmp_path / "out.jsonl", target, tokenizer, **options)
+
+
 def test_names_are_unique_whatever_the_ids(target, tokenizer, tmp_path):
     ids = ["x-line-3", "x", "x", None, "\ud83d", "?", "line-8", 9, [1], "line-2"]
     rows = [{"prompt": f"Question {i}"} | ({} if own is None else {"id": own}) for i, own in enumerate(ids)]

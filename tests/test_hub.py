@@ -10,7 +10,7 @@ from huggingface_hub import DatasetCard
 
 from data import sequence_packing
 from data.conversations import read_rows
-from data.hub import publish
+from data.hub import public_name, publish
 from data.sequence_packing import load_blocks, pack_conversations
 
 
@@ -25,6 +25,13 @@ def dry(folder, license="mit"):
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def test_public_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own/chats").mkdir(parents=True)
+    names = ["org/chats", "own/chats/", ".", "/there/is/none", "hf://datasets/org/chats/a.jsonl"]
+    assert [public_name(name) for name in names] == ["org/chats", "chats", tmp_path.name, "none", names[-1]]
 
 
 def test_blocks(tmp_path, own_cache):
