@@ -137,13 +137,13 @@ class _Output:
 
 
 class _Report:
-    """Counts with the first case of each reason, and the progress shown."""
+    """Counts with the first case of each reason, and the progress shown. ``there``: rows that an earlier run wrote."""
 
-    def __init__(self, rows: int | None, cost: str, slots: int, progress: bool):
+    def __init__(self, rows: int | None, there: int, cost: str, slots: int, progress: bool):
         self.counts, self.first, self.slots = Counter({"in": 0, "done": 0}), {}, slots
         if progress:
             print(f"{'all' if rows is None else rows} conversations, {cost}; the time is told after the first batch")
-        self.bar = tqdm(total=rows, desc="conversations", unit=" rows", disable=not progress)
+        self.bar = tqdm(total=rows, initial=there, desc="conversations", unit=" rows", disable=not progress)
         self.start, self.fresh = time.monotonic(), 0
 
     def add(self, name: str, outcome: str, detail="", notes=()) -> None:
@@ -152,9 +152,9 @@ class _Report:
         if detail:
             self.first.setdefault(outcome, f" (first in {name}: {detail})")
         self.bar.update()
-        self.fresh += 1
-        left = (self.bar.total or 0) - self.counts["in"]
-        if self.fresh == self.slots and left > 0 and not self.bar.disable:
+        self.fresh += outcome == "done"  # what was there, and a bad line, took no time
+        left = (self.bar.total or 0) - self.bar.n
+        if outcome == "done" and self.fresh == self.slots and left > 0 and not self.bar.disable:
             pace = (time.monotonic() - self.start) / self.fresh
             tqdm.write(f"about {pace * left / 60:.0f} minutes for the other {left}, {pace:.1f} s each")
 
@@ -228,7 +228,6 @@ def generate_data(
             if name in store.rows:
                 report.counts.update(["in", "done"])
                 report.counts.update(store.rows[name])
-                report.bar.update()
                 continue
             yield name, plan
 
@@ -245,7 +244,7 @@ def generate_data(
                 answers += message["role"] == "assistant"
         tokens = words * USER_TOKENS + answers * max_new_tokens
         cost = f"at most {words} user turns and {answers} answers to write, {tokens:,} tokens"
-    report = _Report(rows, cost, backend.slots, progress)
+    report = _Report(rows, len(store.rows), cost, backend.slots, progress)
     with backend, closing(store), report.bar:
         for name, row, notes in run_all(todo(), backend, start):
             try:

@@ -21,7 +21,7 @@ from data.backends import InProcess, Reply, Server
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_jsonl
 from data.converse import converse, fault_of_words
-from data.generate_data import generate_data, main
+from data.generate_data import _Report, generate_data, main
 from data.plans import TOPICS, plan_row, plan_self_prompted, user_ends
 
 
@@ -315,6 +315,18 @@ def test_no_local_path_is_told_and_any_spelling_of_one_is_the_same_input(target,
     write_prompts(tmp_path / "prompts.jsonl", 3)
     with pytest.raises(ValueError, match="was made with prompts_sha256"):
         run(tmp_path / "out.jsonl", target, tokenizer, **options)
+
+
+def test_the_time_is_estimated_from_what_this_run_has_answered(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("data.generate_data.time.monotonic", lambda: now[0])
+    report = _Report(rows=100, there=40, cost="", slots=2, progress=True)
+    for outcome in ["skipped: invalid JSON"] * 5 + ["done"] * 3:
+        now[0] += 30.0 * (outcome == "done")
+        report.add("some", outcome)
+    report.bar.close()
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("about")]
+    assert told == ["about 26 minutes for the other 53, 30.0 s each"]  # 100 - 40 - 5 - 2
 
 
 def test_names_are_unique_whatever_the_ids(target, tokenizer, tmp_path):
