@@ -1,5 +1,6 @@
 """Conversations, blocks and feature shards to the Hub: what a step wrote, with a card made from its manifest."""
 
+import argparse
 import json
 import os
 import shutil
@@ -20,11 +21,18 @@ KINDS = {
 
 def add_hub_arguments(parser) -> None:
     add = parser.add_argument
-    add("--push_to_hub", metavar="ORG/NAME", help="publish the finished output as this data set of the Hub")
+    push = add("--push_to_hub", metavar="ORG/NAME", help="publish the finished output as this data set of the Hub")
     add("--license", default="other", help="licence of the data, for the card (%(default)s)")
     add("--private", action="store_true", help="keep the data set private")
+
+    class DryRun(argparse.Action):
+        def __call__(self, parser, namespace, folder, option_string=None):
+            push.required = True  # the card names the data set; without one nothing would be laid out
+            setattr(namespace, self.dest, folder)
+
     add(
         "--dry_run",
+        action=DryRun,
         metavar="FOLDER",
         help="with --push_to_hub: write what would be published here, and publish nothing",
     )
@@ -70,7 +78,7 @@ def lay_out(kind: str, output: Path, folder: Path, card: DatasetCard) -> None:
 
 
 def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
-    """Publish what a step wrote, or lay it out in ``args.dry_run``; returns where it went.
+    """Publish what a step wrote, or lay it out in ``args.dry_run``; returns what to tell: where it went.
 
     ``kind``: one of KINDS; ``args``: with the values of `add_hub_arguments`. The token comes from huggingface_hub's login
     or the environment. Raises FileExistsError where the folder of a dry run is there, and huggingface_hub's OSErrors.
@@ -80,7 +88,7 @@ def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
         if Path(args.dry_run).exists():
             raise FileExistsError(f"{args.dry_run} is there already: delete it, or name another folder")
         lay_out(kind, output, Path(args.dry_run), card)
-        return str(args.dry_run)
+        return f"nothing yet, see {args.dry_run} for what would be"
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
         lay_out(kind, output, Path(folder), card)
         HfApi().create_repo(repo_id, repo_type="dataset", private=args.private, exist_ok=True)

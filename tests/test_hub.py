@@ -8,7 +8,7 @@ from chats import chat, chatml, write
 from datasets import load_dataset
 from huggingface_hub import DatasetCard
 
-from data import sequence_packing
+from data import extract_features, generate_data, sequence_packing
 from data.conversations import read_rows
 from data.hub import public_name, publish
 from data.sequence_packing import load_blocks, pack_conversations
@@ -25,6 +25,14 @@ def dry(folder, license="mit"):
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("step", [generate_data, sequence_packing, extract_features])
+def test_a_dry_run_of_no_data_set_is_refused_by_every_step(step, tmp_path, capsys):
+    options = ["--input", "none"] if step is not generate_data else []
+    with pytest.raises(SystemExit):
+        step.main([*options, "--output", str(tmp_path / "out"), "--dry_run", str(tmp_path / "published")])
+    assert "required: --push_to_hub" in capsys.readouterr().err and not any(tmp_path.iterdir())
 
 
 def test_public_names(tmp_path, monkeypatch):
@@ -67,7 +75,8 @@ def test_conversations(tmp_path, own_cache):
     manifest = {"settings": {"target": "org/target"}, "counts": {"in": 5, "done": 5}}
     (tmp_path / "chats.jsonl.manifest.json").write_text(json.dumps(manifest))
     folder = tmp_path / "published"
-    assert publish("conversations", path, "org/chats", manifest, dry(folder)) == str(folder)
+    told = publish("conversations", path, "org/chats", manifest, dry(folder))
+    assert told == f"nothing yet, see {folder} for what would be"
     assert [row for _, row in read_rows(folder)] == rows_of(5)
     assert "org/target" in (folder / "README.md").read_text()
 
