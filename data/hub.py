@@ -62,18 +62,22 @@ def make_card(kind: str, repo_id: str, manifest: dict, license: str) -> DatasetC
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
 
 
-def lay_out(kind: str, output: Path, folder: Path, card: DatasetCard) -> None:
-    """Fill ``folder`` with exactly what is published. Large files are linked where the disk allows."""
+def _link(source, copy) -> None:
+    try:
+        os.link(source, copy)
+    except OSError:  # a disk without links
+        shutil.copy2(source, copy)
+
+
+def lay_out(kind: str, output: Path, folder: Path, card: DatasetCard, copy=shutil.copy2) -> None:
+    """Fill ``folder`` with exactly what is published; ``copy`` makes a file of the output a file there."""
     if kind == "conversations":
         (folder / "data").mkdir(parents=True)
-        shutil.copy(output, folder / "data/train.jsonl")
-        shutil.copy(f"{output}.manifest.json", folder / "manifest.json")
+        copy(output, folder / "data/train.jsonl")
+        copy(f"{output}.manifest.json", folder / "manifest.json")
     else:
         hidden = shutil.ignore_patterns(".*")  # locks and unfinished shards
-        try:
-            shutil.copytree(output, folder, ignore=hidden, copy_function=os.link, dirs_exist_ok=True)
-        except OSError:  # another disk
-            shutil.copytree(output, folder, ignore=hidden, dirs_exist_ok=True)
+        shutil.copytree(output, folder, ignore=hidden, copy_function=copy, dirs_exist_ok=True)
     card.save(folder / "README.md")
 
 
@@ -87,10 +91,11 @@ def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
     if args.dry_run:
         if Path(args.dry_run).exists():
             raise FileExistsError(f"{args.dry_run} is there already: delete it, or name another folder")
+        # Copies, though they take the output's size once more: a user may edit them, and links would change the output.
         lay_out(kind, output, Path(args.dry_run), card)
         return f"nothing yet, see {args.dry_run} for what would be"
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        lay_out(kind, output, Path(folder), card)
+        lay_out(kind, output, Path(folder), card, _link)  # nobody edits what is gone after the upload
         HfApi().create_repo(repo_id, repo_type="dataset", private=args.private, exist_ok=True)
         HfApi().upload_folder(repo_id=repo_id, folder_path=folder, repo_type="dataset")
     return f"https://huggingface.co/datasets/{repo_id}"

@@ -1,6 +1,7 @@
 """What is published of each step: the exact folder, its card, and that it is read back. Nothing goes anywhere."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -87,8 +88,34 @@ def test_features_are_published_without_locks_and_rests(tmp_path):
     for name in (".lock", ".partial/rest", "manifest.json", "train-00000-of-00001.safetensors"):
         (features / name).write_text("{}")
     publish("features", features, "org/features", {}, dry(folder))
+    (folder / "manifest.json").write_text("edited")  # a copy's own
+    assert (features / "manifest.json").read_text() == "{}"
     assert {file.name for file in folder.rglob("*")} == {
         "README.md",
         "manifest.json",
         "train-00000-of-00001.safetensors",
     }
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_an_upload_has_what_a_dry_run_has(links, tmp_path, monkeypatch):
+    """With a stand-in for the Hub, which takes note of what it is sent."""
+    features, sent = tmp_path / "features", {}
+    features.mkdir()
+    (features / "manifest.json").write_text("{}")
+    monkeypatch.setattr("data.hub.HfApi.create_repo", lambda self, repo_id, **options: None)
+
+    def upload_folder(self, repo_id, folder_path, repo_type):
+        sent.update({file.name: file.read_text() for file in Path(folder_path).iterdir()})
+
+    def no_link(source, copy):
+        raise OSError("no links here")
+
+    monkeypatch.setattr("data.hub.HfApi.upload_folder", upload_folder)
+    if not links:
+        monkeypatch.setattr("data.hub.os.link", no_link)
+    args = dry("")
+    assert publish("features", features, "org/f", {}, args) == "https://huggingface.co/datasets/org/f"
+    publish("features", features, "org/f", {}, dry(tmp_path / "published"))
+    assert sent == {file.name: file.read_text() for file in (tmp_path / "published").iterdir()}
+    assert [file.name for file in tmp_path.iterdir() if file.name.startswith("tmp")] == []
