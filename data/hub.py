@@ -10,12 +10,53 @@ from pathlib import Path
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 
+# Of each step's output: a title, what it is, and how it is used.
 KINDS = {
-    "conversations": "Conversations whose assistant turns were written by the target model itself, one JSON object per line.",
-    "blocks": "Conversations packed into blocks for training a P-EAGLE drafter: token ids, a mask of the tokens that the "
-    "target would generate, and the lengths of the documents in each block, which do not see each other.",
-    "features": "Hidden states of the target model over packed conversations, for training a P-EAGLE drafter: safetensors "
-    "shards, described in manifest.json.",
+    "conversations": (
+        "conversations in the target's own words",
+        "Conversations whose assistant turns were written by the target model itself, one JSON object per line.",
+        """```python
+from datasets import load_dataset
+
+chats = load_dataset("{repo_id}", split="train")
+```
+
+To train a P-EAGLE drafter on them: `python -m data.sequence_packing --input {repo_id} --output blocks`.""",
+    ),
+    "blocks": (
+        "packed blocks to train a P-EAGLE drafter",
+        "Conversations packed into blocks for training a P-EAGLE drafter: token ids, a mask of the tokens that the target "
+        "would generate, and the lengths of the documents in each block, which do not see each other.",
+        """```python
+from datasets import load_dataset
+
+blocks = load_dataset("{repo_id}")
+```
+
+To train on them:
+
+```bash
+hf download {repo_id} --repo-type dataset --local-dir blocks
+python train_peagle.py --train_dir blocks
+```""",
+    ),
+    "features": (
+        "features to train a P-EAGLE drafter",
+        "Hidden states of the target model over packed conversations, for training a P-EAGLE drafter: safetensors shards, "
+        "described in manifest.json.",
+        """`datasets.load_dataset` cannot read the shards; the repository of the drafter can, from a local folder:
+
+```bash
+hf download {repo_id} --repo-type dataset --local-dir features
+python train_peagle.py --feature_dir features
+```
+
+```python
+from data.feature_shards import FeatureShards
+
+blocks = FeatureShards("features", "train")  # blocks[0] is a dict of tensors
+```""",
+    ),
 }
 
 
@@ -50,15 +91,17 @@ def make_card(kind: str, repo_id: str, manifest: dict, license: str) -> DatasetC
     files = {"train": "data/train.jsonl"} if kind == "conversations" else {}
     if kind == "blocks":
         files = {side: f"data/{side}-*.parquet" for side in ("train", "eval") if manifest[side]["shards"]}
+    title, about, usage = KINDS[kind]
     splits = [{"split": split, "path": pattern} for split, pattern in files.items()]
     data = DatasetCardData(
+        pretty_name=f"{repo_id.split('/')[-1]}: {title}",
         license=license,
         task_categories=["text-generation"],
         tags=["peagle", "speculative-decoding"],
         configs=[{"config_name": "default", "data_files": splits}] if splits else None,
     )
-    provenance = json.dumps(manifest, indent=2)
-    text = f"# {repo_id.split('/')[-1]}\n\n{KINDS[kind]}\n\n## Provenance\n\n```json\n{provenance}\n```\n"
+    text = f"# {data.pretty_name}\n\n{about}\n\n## Usage\n\n{usage.format(repo_id=repo_id)}\n\n"
+    text += f"## Provenance\n\n```json\n{json.dumps(manifest, indent=2)}\n```\n"
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
 
 

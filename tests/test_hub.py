@@ -1,6 +1,7 @@
 """What is published of each step: the exact folder, its card, and that it is read back. Nothing goes anywhere."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ from huggingface_hub import DatasetCard
 
 from data import extract_features, generate_data, sequence_packing
 from data.conversations import read_rows
-from data.hub import public_name, publish
+from data.hub import KINDS, make_card, public_name, publish
 from data.sequence_packing import load_blocks, pack_conversations
 
 
@@ -34,6 +35,19 @@ def test_a_dry_run_of_no_data_set_is_refused_by_every_step(step, tmp_path, capsy
     with pytest.raises(SystemExit):
         step.main([*options, "--output", str(tmp_path / "out"), "--dry_run", str(tmp_path / "published")])
     assert "required: --push_to_hub" in capsys.readouterr().err and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cards_say_what_the_data_are_and_how_they_are_used(kind):
+    card = make_card(kind, "org/some", {"train": {"shards": 1}, "eval": {"shards": 0}}, "mit")
+    title = card.data.pretty_name
+    assert title.startswith("some: ") and f"# {title}\n" in card.text and "org/some" in card.text
+    snippets = re.findall("```python\n(.*?)```", card.text, flags=re.DOTALL)
+    assert len(snippets) == 1
+    for line in snippets[0].splitlines():
+        if line.startswith("from "):
+            exec(line, {})  # what the snippet imports is there
+    assert ("`datasets.load_dataset` cannot read" in card.text) == (kind == "features")
 
 
 def test_public_names(tmp_path, monkeypatch):
