@@ -139,6 +139,16 @@ class InProcess:
         self.ends = {}
 
     def __enter__(self):
+        self.manager = None
+        return self
+
+    def __exit__(self, *error):
+        if self.manager is not None:
+            self.manager.stop(hard_stop=True)
+            self.manager.destroy()
+
+    def _start(self) -> None:
+        """At the first request, because the cache takes memory and there may be nothing to ask."""
         on_cpu = self.target.device.type == "cpu"
         config = ContinuousBatchingConfig(
             max_requests_per_batch=self.batch_size,
@@ -154,11 +164,6 @@ class InProcess:
         self.manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList(steps))
         self.manager.logit_processor.tensors_required = len(steps)  # counted only where it converts them itself
         self.manager.start()
-        return self
-
-    def __exit__(self, *error):
-        self.manager.stop(hard_stop=True)
-        self.manager.destroy()
 
     def submit(self, name: str, request: Request) -> None:
         """Raises BadConversation where the template refuses the messages, or there is no room for the answer."""
@@ -168,6 +173,8 @@ class InProcess:
             ids = self.tokenizer(request.text, add_special_tokens=False)["input_ids"]
         if len(ids) + request.max_new_tokens > self.max_length:
             raise BadConversation("no room for an answer", f"{len(ids)} tokens before it, of {self.max_length}")
+        if self.manager is None:
+            self._start()
         self.ends[name] = self.stop_ids | set(request.ends)
         self.manager.add_request(
             ids,

@@ -53,6 +53,13 @@ def test_batched_answers_with_refill_are_those_of_plain_generate(family, tokeniz
     assert len({tuple(ids) for ids in answers.values()}) > 4  # the prompts matter
 
 
+def test_nothing_is_started_where_there_is_nothing_to_ask(target, tokenizer, tmp_path, monkeypatch):  # noqa: F811
+    options = {"prompts": write_prompts(tmp_path / "prompts.jsonl", 2), "max_new_tokens": 2}
+    made = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    monkeypatch.setattr(target, "init_continuous_batching", None)  # calling it would fail
+    assert run(tmp_path / "out.jsonl", target, tokenizer, **options) == made
+
+
 def test_sampled_answers_depend_on_the_seed_and_not_on_the_batch(target, tokenizer):  # noqa: F811
     def sample(batch_size, seed, names):
         requests = {str(n): Request(20, 1.0, seed + n, messages=[USER]) for n in names}
