@@ -6,10 +6,11 @@ from where a user's words begin). A prompt row has `messages` (with `tools` if n
 one after the other, each seeing the new ones before it), a `prompt`, or `turns`, a list of user turns.
 
 A row of the output has `id`, `messages`, `tools` if there are any, `source`, `temperature`, `seed`, `finish` ("stop", or
-"length" where the answer hit the token limit), where it ended before its plan `cut`, the reason, and `turns_left_out`, the
-number of answers that were not written for it, and, with a single answer whose tokens are known, `resp_ids`: these, the end
+"length" where the answer hit the token limit) and, with a single answer whose tokens are known, `resp_ids`: these, the end
 of the turn included where the target wrote one. A conversation ends before a later answer that hits the limit, is empty
-or has special tokens inside, as its text would not tell what the target wrote.
+or has special tokens inside, as its text would not tell what the target wrote, and behind an answer whose calls are not
+as many as the log has results for. Such a row has `cut`, the reason, and `turns_left_out`, the number of answers that
+are missing for it.
 
 Rows are written in the order of the input, each when it is done. A run that was killed is taken up by the same command.
 In process the same seed and input give the same rows, whatever the batch size and however often the run was killed (up
