@@ -278,8 +278,8 @@ class Server:
         return self._ask("POST", "completions", read_choice, {"prompt": text} | options)
 
     def _ask(self, method: str, path: str, read: Callable, body: dict | None = None):
-        """What ``read`` makes of the server's JSON. Raises RequestFailed after the last retry or where the JSON is not as
-        the protocol has it, BadConversation where the server refuses the request, ValueError where it would every one."""
+        """What ``read`` makes of the server's JSON. Raises RequestFailed after the last retry or where the JSON is not
+        the protocol's, BadConversation where the server refuses the request, ValueError where it would every one."""
         for attempt in range(self.retries + 1):
             wait = min(60, self.first_wait * 2**attempt) * random.uniform(0.5, 1)  # not all at the same moment
             try:

@@ -190,7 +190,8 @@ def generate_data(
     Returns the manifest, which lies beside the output: "settings", and "counts" with "in" = "done" + all
     "skipped: <reason>" + all "failed: <reason>", and other things worth knowing. What failed is asked again when the
     command is repeated; what is there already counts as done.
-    Raises ValueError: an argument is out of range, the output was made with other settings, or no conversation came of it. OSError: unreadable files.
+    Raises ValueError: an argument is out of range, the output was made with other settings, or no conversation came of
+    it. OSError: unreadable files.
     """
     check_counts(num_conversations=num_conversations, max_new_tokens=max_new_tokens, max_turns=max_turns)
     if not temperatures or not all(0 <= temperature < math.inf for temperature in temperatures):

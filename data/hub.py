@@ -80,8 +80,8 @@ def add_hub_arguments(parser) -> None:
 
 
 def public_name(source) -> str:
-    """What a manifest calls an input or a target: as it is on the Hub, of a local path the last part, as the rest tells
-    of this machine only."""
+    """What a manifest calls an input or a target: a name on the Hub as it is, of a local path the last part, because the
+    rest tells of this machine only."""
     path = Path(os.path.expanduser(source))
     return Path(os.path.abspath(path)).name if path.is_absolute() or path.exists() else str(source)
 
@@ -134,7 +134,7 @@ def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
     if args.dry_run:
         if Path(args.dry_run).exists():
             raise FileExistsError(f"{args.dry_run} is there already: delete it, or name another folder")
-        # Copies, though they take the output's size once more: a user may edit them, and links would change the output.
+        # Copies, though they take the output's size once more: whoever edits links would edit the output.
         lay_out(kind, output, Path(args.dry_run), card)
         return f"nothing yet, see {args.dry_run} for what would be"
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:

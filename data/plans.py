@@ -88,7 +88,7 @@ def plan_row(row: dict, max_turns: int | None) -> dict:
 
 
 def plan_prompts(prompts, max_turns, limit) -> Iterator[tuple[str, dict | BadConversation | RecursionError]]:
-    """Name and plan of each of the first ``limit`` rows. The name is the row's own ``id`` where it has one, with the line
+    """Name and plan of each of the first ``limit`` rows. The name is the row's own ``id`` if it has one, with the line
     behind it where an earlier row, a broken one too, has that name already."""
     names = set()
     for number, row in islice(read_rows(prompts), limit):
