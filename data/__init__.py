@@ -1,6 +1,6 @@
 """From raw chat logs to what the trainer reads, one module per step.
 
-1. ``generate_data``: conversations whose answers the target itself wrote.
+1. ``generate_data``: conversations whose answers the target itself wrote (``plans``, ``converse``, ``backends``).
 2. ``conversations``: rows of any shape to OpenAI messages; ``chat_template``: those to token ids with a loss mask;
    ``windows``: long chats to overlapping windows behind their system prompt.
 3. ``sequence_packing``: all of that for a file, and the windows packed into blocks.

@@ -3,12 +3,14 @@
 Both take requests as they come and give replies as they are ready, so that a finished answer's place is taken at once.
 """
 
+import json
 import os
 import queue
 import random
 import struct
 import threading
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -26,7 +28,9 @@ from transformers.generation.continuous_batching.cb_logits_processors import (
 from transformers.generation.logits_process import LogitsProcessorList, TemperatureLogitsWarper
 
 from data.chat_template import encode_conversation
-from data.conversations import BadConversation
+from data.conversations import BadConversation, read_message
+from data.hub import public_name
+from data.target_signals import weights_fingerprint
 from target_peagle import stop_token_ids
 
 
@@ -62,7 +66,17 @@ class Reply:
 
 
 class RequestFailed(Exception):
-    """The back end gave no answer; asking again later may help."""
+    """The back end gave no answer; asking again later may help. ``reason``: short and stable, to count by."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+
+
+def check_counts(**counts: int | None) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}: it has to be at least 1")
 
 
 class SeededSampling(ContinuousBatchingLogitsProcessor):
@@ -114,15 +128,27 @@ class InProcess:
         batch_size: int = 8,
         max_length: int = 2048,
     ):
+        check_counts(batch_size=batch_size, max_length=max_length)
         self.target, self.tokenizer, self.batch_size = target, tokenizer, batch_size
         self.slots = 2 * batch_size  # as many wait for a place, so that none stays empty while Python thinks
         self.max_length = min(max_length, target.config.get_text_config().max_position_embeddings)
-        self.settings = {"back_end": "in process", "target": target.name_or_path, "max_length": self.max_length}
+        self.settings = {"back_end": "in process", "target": public_name(target.name_or_path)}
+        self.settings |= {"target_weights": weights_fingerprint(target), "max_length": self.max_length}
         self.stop_ids = stop_token_ids(target.generation_config)
         self.stop_ids |= {i for i in [tokenizer.eos_token_id] if i is not None}
         self.ends = {}
 
     def __enter__(self):
+        self.manager = None
+        return self
+
+    def __exit__(self, *error):
+        if self.manager is not None:
+            self.manager.stop(hard_stop=True)
+            self.manager.destroy()
+
+    def _start(self) -> None:
+        """At the first request, because the cache takes memory and there may be nothing to ask."""
         on_cpu = self.target.device.type == "cpu"
         config = ContinuousBatchingConfig(
             max_requests_per_batch=self.batch_size,
@@ -138,11 +164,6 @@ class InProcess:
         self.manager.logit_processor = ContinuousBatchingLogitsProcessorList(LogitsProcessorList(steps))
         self.manager.logit_processor.tensors_required = len(steps)  # counted only where it converts them itself
         self.manager.start()
-        return self
-
-    def __exit__(self, *error):
-        self.manager.stop(hard_stop=True)
-        self.manager.destroy()
 
     def submit(self, name: str, request: Request) -> None:
         """Raises BadConversation where the template refuses the messages, or there is no room for the answer."""
@@ -152,6 +173,8 @@ class InProcess:
             ids = self.tokenizer(request.text, add_special_tokens=False)["input_ids"]
         if len(ids) + request.max_new_tokens > self.max_length:
             raise BadConversation("no room for an answer", f"{len(ids)} tokens before it, of {self.max_length}")
+        if self.manager is None:
+            self._start()
         self.ends[name] = self.stop_ids | set(request.ends)
         self.manager.add_request(
             ids,
@@ -169,7 +192,7 @@ class InProcess:
                 raise RuntimeError("generation broke down") from self.manager.background_thread_status.fatal_error
         name, ids = result.request_id, result.generated_tokens
         if result.error is not None:
-            return name, RequestFailed(result.error)
+            return name, RequestFailed("no answer", result.error)
         text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         finish = "stop" if ids[-1] in self.ends.pop(name) else "length"
         return name, Reply({"role": "assistant", "content": text}, finish, ids)
@@ -207,14 +230,15 @@ class Server:
         retries=6,
         first_wait=1.0,
     ):
+        check_counts(concurrency=concurrency)
         api_key = api_key or os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.client = httpx.Client(headers=headers, timeout=httpx.Timeout(600, connect=10))
         self.base_url, self.tokenizer, self.stop_ids = base_url.rstrip("/"), tokenizer, set(stop_ids)
         self.retries, self.first_wait, self.slots = retries, first_wait, concurrency
         self.replies, self.closed = queue.SimpleQueue(), threading.Event()
-        self.model = model or self._ask("GET", "models")["data"][0]["id"]
-        self.settings = {"back_end": "server", "target": self.model}  # wherever it runs the next time
+        self.model = model or self._ask("GET", "models", lambda reply: reply["data"][0]["id"])
+        self.settings = {"back_end": "server", "target": public_name(self.model)}  # wherever it runs the next time
 
     def __enter__(self):
         self.workers = ThreadPoolExecutor(self.slots)
@@ -246,32 +270,29 @@ class Server:
         options |= {"temperature": request.temperature, "seed": request.seed}
         if request.text is None:
             asked = {"messages": request.messages} | ({"tools": request.tools} if request.tools else {})
-            choice = self._ask("POST", "chat/completions", asked | options)["choices"][0]
-            kept = {key: choice["message"].get(key) for key in ("tool_calls", "reasoning_content")}
-            message = {"role": "assistant", "content": choice["message"].get("content") or ""}
-            message |= {key: value for key, value in kept.items() if value}
-        else:
-            text, ends = request.text, set(request.ends) - self.stop_ids
-            if self.tokenizer("")["input_ids"]:  # the server's tokenizer writes a second BOS
-                text = text.removeprefix(self.tokenizer.bos_token or "")
-            options |= {"stop": self.tokenizer.convert_ids_to_tokens(sorted(ends))} if ends else {}
-            choice = self._ask("POST", "completions", {"prompt": text} | options)["choices"][0]
-            message = {"role": "assistant", "content": choice["text"]}
-        # Anything else, as the token limit or a filter, cut the answer off.
-        return Reply(message, "stop" if choice["finish_reason"] in ("stop", "tool_calls") else "length")
+            return self._ask("POST", "chat/completions", read_choice, asked | options)
+        text, ends = request.text, set(request.ends) - self.stop_ids
+        if self.tokenizer("")["input_ids"]:  # the server's tokenizer writes a second BOS
+            text = text.removeprefix(self.tokenizer.bos_token or "")
+        options |= {"stop": self.tokenizer.convert_ids_to_tokens(sorted(ends))} if ends else {}
+        return self._ask("POST", "completions", read_choice, {"prompt": text} | options)
 
-    def _ask(self, method: str, path: str, body: dict | None = None) -> dict:
-        """The server's JSON. Raises RequestFailed after the last retry, BadConversation where it refuses the request,
-        and ValueError where it would refuse every one."""
+    def _ask(self, method: str, path: str, read: Callable, body: dict | None = None):
+        """What ``read`` makes of the server's JSON. Raises RequestFailed after the last retry or where the JSON is not
+        the protocol's, BadConversation where the server refuses the request, ValueError where it would every one."""
         for attempt in range(self.retries + 1):
             wait = min(60, self.first_wait * 2**attempt) * random.uniform(0.5, 1)  # not all at the same moment
             try:
                 response = self.client.request(method, f"{self.base_url}/{path}", json=body)
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if response.is_success:
-                    return response.json()
+                    try:
+                        return read(response.json())
+                    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                        told = f"{self.base_url}/{path} says {response.text[:300]!r} ({type(error).__name__}: {error})"
+                        raise RequestFailed("odd reply", told) from error
                 problem = f"{response.status_code} {response.text[:300]}"
                 if response.status_code in (401, 403, 404):
                     raise ValueError(f"{self.base_url}/{path} says {problem}")
@@ -281,4 +302,17 @@ class Server:
                     wait = max(wait, int(response.headers["retry-after"]))
             if attempt == self.retries or self.closed.wait(wait):
                 break
-        raise RequestFailed(f"{self.base_url}/{path}: {problem}, asked {attempt + 1} times")
+        raise RequestFailed("no answer", f"{self.base_url}/{path}: {problem}, asked {attempt + 1} times")
+
+
+def read_choice(reply: dict) -> Reply:
+    """The answer in a server's JSON. Whatever is not as the protocol has it raises one of Python's own errors."""
+    choice = reply["choices"][0]
+    given = choice["message"] if "message" in choice else {"content": choice["text"]}
+    message = read_message({"role": "assistant", "content": given.get("content")}, 0, True)
+    message |= {key: given[key] for key in ("tool_calls", "reasoning_content") if given.get(key)}
+    if not all(call["id"] for call in message.get("tool_calls", ())):
+        raise ValueError("a tool call without an id, which its result would have to name")
+    json.dumps(message, ensure_ascii=False).encode()  # half of a surrogate pair could be neither asked nor written
+    # Anything else, as the token limit or a filter, cut the answer off.
+    return Reply(message, "stop" if choice["finish_reason"] in ("stop", "tool_calls") else "length")

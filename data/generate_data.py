@@ -8,7 +8,9 @@ one after the other, each seeing the new ones before it), a `prompt`, or `turns`
 A row of the output has `id`, `messages`, `tools` if there are any, `source`, `temperature`, `seed`, `finish` ("stop", or
 "length" where the answer hit the token limit) and, with a single answer whose tokens are known, `resp_ids`: these, the end
 of the turn included where the target wrote one. A conversation ends before a later answer that hits the limit, is empty
-or has special tokens inside, as its text would not tell what the target wrote.
+or has special tokens inside, as its text would not tell what the target wrote, and behind an answer whose calls are not
+as many as the log has results for. Such a row has `cut`, the reason, and `turns_left_out`, the number of answers that
+are missing for it.
 
 Rows are written in the order of the input, each when it is done. A run that was killed is taken up by the same command.
 In process the same seed and input give the same rows, whatever the batch size and however often the run was killed (up
@@ -18,13 +20,12 @@ to near ties, which rounding may decide otherwise in another batch). A server ha
 import argparse
 import hashlib
 import json
+import math
 import os
-import re
 import sys
 import time
-import zlib
-from collections import Counter, deque
-from collections.abc import Collection, Generator, Iterator
+from collections import Counter
+from collections.abc import Collection
 from contextlib import closing
 from itertools import takewhile
 from pathlib import Path
@@ -32,152 +33,53 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from tqdm.auto import tqdm
 
-from data.backends import InProcess, Reply, Request, RequestFailed, Server
+from data.backends import InProcess, RequestFailed, Server, check_counts
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_jsonl
-from data.hub import add_hub_arguments, publish
-from data.plans import plan_prompts, plan_self_prompted, special_ids, user_ends
-from data.windows import up_to_words
+from data.converse import USER_TOKENS, converse, run_all, seed_of
+from data.hub import add_hub_arguments, public_name, publish
+from data.plans import plan_prompts, plan_self_prompted, user_ends
 from target_peagle import load_target, load_tokenizer
 
 
 SELF_PROMPTED = 100  # conversations, where no number is asked for
-USER_TOKENS, USER_TRIES = 200, 5
-AHEAD = 16  # times the rows under way: so many may wait, finished, for a slower one before them to be written
 
 
-def _hash(*parts) -> int:
-    """31 bits above 0, the same in every process."""
-    digest = hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") % (2**31 - 1) + 1
+def _digest(messages: list[dict], tools) -> bytes:
+    return hashlib.blake2b(json.dumps([messages, tools], sort_keys=True).encode(), digest_size=16).digest()
 
 
-def _opening(messages: list[dict], tools) -> bytes:
-    """A digest of all before the first answer; conversations that share it are duplicates."""
-    opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
-    return hashlib.blake2b(json.dumps([opening, tools], sort_keys=True).encode(), digest_size=16).digest()
+def _cuts(row: dict) -> Counter:
+    """What there is to report of a row that is done, whichever run made it."""
+    if "cut" not in row:
+        return Counter()
+    return +Counter({f"of the done cut: {row['cut']}": 1, "turns left out by cuts": row["turns_left_out"]})
 
 
-def _fault_of_words(words: str, reply: Reply, special: set[int]) -> str | None:
-    """Why a user turn that the target wrote is of no use; None if it is good."""
-    if not reply.message["content"].strip():
-        return "empty"
-    if sum(map(str.isalnum, words)) < 8:
-        return "too short"
-    if reply.finish == "length":
-        return "no end"
-    if "\ufffd" in words or special & set((reply.ids or [])[:-1]):
-        return "special or broken tokens"
-    packed = len(zlib.compress(words.encode())) / len(words.encode())
-    return "repeats itself" if len(words) > 80 and packed < 0.35 or re.search(r"(.)\1{19}", words) else None
+def _opening(row: dict) -> bytes:
+    """Of all before the first answer: what the target wrote of a self-prompted conversation before it is answered."""
+    opening = list(takewhile(lambda message: message["role"] != "assistant", row["messages"]))
+    return _digest(opening, row.get("tools"))
 
 
-def _draw_words(messages, plan, tokenizer, words, ends, notes) -> Generator[Request, Reply, str]:
-    """A user turn after ``messages`` that starts with ``words``. Raises BadConversation after USER_TRIES bad ones."""
-    text = up_to_words(tokenizer, messages, plan["tools"]) + words
-    options = {"max_new_tokens": USER_TOKENS, "temperature": 1.0, "text": text, "ends": ends}
-    for attempt in range(USER_TRIES):
-        reply = yield Request(seed=_hash(plan["seed"], len(messages), attempt), **options)
-        drawn = (words + reply.message["content"]).strip()
-        fault = _fault_of_words(drawn, reply, special_ids(tokenizer))
-        if fault is None:
-            return drawn
-        notes[f"user turn drawn again: {fault}"] += 1
-    raise BadConversation("no usable user turn", f"the last of {USER_TRIES}: {fault}")
-
-
-def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, notes: Counter):
-    """A generator that yields a Request, is sent the Reply, and so on, and returns the row.
-
-    ``plan``: as from `plan_row`, with ``id``, ``source``, ``temperature`` and ``seed``. ``notes`` counts what else
-    there is to report. Raises BadConversation where there is no first answer, and what is thrown into it.
-    """
-    messages, tools, answers, calls = [], plan["tools"], [], []
-    special = special_ids(tokenizer) if tokenizer else set()
-    try:
-        for message in plan["messages"]:
-            if "words" in message:
-                words = yield from _draw_words(messages, plan, tokenizer, message["words"], ends, notes)
-                messages.append({"role": "user", "content": words})
-            elif message["role"] != "assistant":
-                if message["role"] == "tool" and calls:  # its result is kept, its name is the new call's
-                    message = message | {"tool_call_id": calls.pop(0)["id"]}
-                messages.append(message)
-            else:
-                seed, given = _hash(plan["seed"], len(messages)), list(messages)
-                reply = yield Request(max_new_tokens, plan["temperature"], seed, messages=given, tools=tools)
-                unsaid = special & set((reply.ids or [])[:-1])
-                if not reply.message["content"] and "tool_calls" not in reply.message:
-                    raise BadConversation("empty answer")
-                if (reply.finish == "length" or unsaid) and (answers or reply.ids is None):
-                    raise BadConversation("special tokens in an answer" if unsaid else "answer without an end")
-                answers.append(reply)
-                messages.append(reply.message)
-                calls = list(reply.message.get("tool_calls", []))
-                if reply.finish == "length" or unsaid:
-                    break
-    except BadConversation as bad:
-        if not answers:
-            raise
-        notes[f"ended early: {bad.reason}"] += 1
-    while messages[-1]["role"] != "assistant":
-        messages.pop()
-    row = {"id": plan["id"], "messages": messages} | ({"tools": tools} if tools else {})
-    row |= {key: plan[key] for key in ("source", "temperature", "seed")} | {"finish": answers[-1].finish}
-    return row | ({"resp_ids": answers[0].ids} if len(answers) == 1 and answers[0].ids else {})
-
-
-def run_all(plans, backend, start) -> Iterator[tuple[str, dict | Exception, Counter]]:
-    """Hold as many conversations as the back end has slots. Yields name, row or error, and notes, in order of ``plans``.
-
-    ``plans``: names with a plan or an error. ``start``: makes the generator of one, from its plan and its notes.
-    """
-    plans, more, running, finished, order, notes = iter(plans), True, {}, {}, deque(), {}
-
-    def advance(name, value):
-        while True:
-            try:
-                talk = running[name]
-                request = talk.throw(value) if isinstance(value, Exception) else talk.send(value)
-                return backend.submit(name, request)
-            except StopIteration as stop:
-                finished[name] = stop.value
-                return running.pop(name)
-            except (BadConversation, RequestFailed) as error:
-                if talk.gi_frame is None:  # it came out of the conversation, so that has ended
-                    finished[name] = error
-                    return running.pop(name)
-                value = error  # it came from the back end, and the conversation may know what to do
-
-    while True:
-        while more and len(running) < backend.slots and len(order) < AHEAD * backend.slots:
-            name, plan = next(plans, (None, None))
-            if not (more := name is not None):
-                break
-            order.append(name)
-            notes[name] = Counter()
-            if isinstance(plan, BadConversation):
-                finished[name] = plan
-            else:
-                running[name] = start(plan, notes[name])
-                advance(name, None)
-        while order and order[0] in finished:
-            name = order.popleft()
-            yield name, finished.pop(name), notes.pop(name)
-        if running:
-            advance(*backend.receive())
-        elif not more:
-            return
+def _content_hash(path: Path) -> str:
+    """SHA-256 of a file, or of the files of a folder one after the other."""
+    total = hashlib.sha256()
+    for part in [path] if path.is_file() else sorted(part for part in path.rglob("*") if part.is_file()):
+        with part.open("rb") as file:
+            hashlib.file_digest(file, lambda: total)
+    return total.hexdigest()
 
 
 class _Output:
     """The file of rows and the manifest beside it. Opening it repairs what a kill left behind.
 
-    ``names`` and ``openings``: of the rows that are there. Raises ValueError where they were made with other settings.
+    ``rows``: the `_cuts` of those that are there, by name; ``openings``: theirs. Raises ValueError where they were made
+    with other settings.
     """
 
     def __init__(self, path: Path, settings: dict):
-        self.path, self.settings, self.names, self.openings = path, settings, set(), set()
+        self.path, self.settings, self.rows, self.openings = path, settings, {}, set()
         self.manifest = path.with_name(path.name + ".manifest.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(f"{path}.lock", timeout=0)
@@ -193,29 +95,32 @@ class _Output:
 
     def _open(self) -> None:
         path, settings = self.path, self.settings
-        if self.manifest.exists():
-            before = json.loads(self.manifest.read_text())["settings"]
-            for key in settings | before:
-                if before.get(key) != settings.get(key):
-                    told = f"{key} {before.get(key)!r}, not {settings.get(key)!r}"
-                    raise ValueError(f"{path} was made with {told}: repeat its own command or name another output")
-        elif path.exists() and path.stat().st_size:
+        if path.exists() and path.stat().st_size and not self.manifest.exists():
             raise ValueError(f"{path} is there, but not {self.manifest.name}: name another output")
-        else:
-            self.write_manifest({})
         self.file = path.open("ab+")
+        self._cut_last_line()
+        before = json.loads(self.manifest.read_text())["settings"] if self.file.tell() else settings
+        for key in settings | before:
+            if before.get(key) != settings.get(key):
+                told = f"{key} {before.get(key)!r}, not {settings.get(key)!r}"
+                raise ValueError(f"{path} was made with {told}: repeat its own command or name another output")
+        if not self.file.tell():  # settings bind the rows that are there
+            self.write_manifest({})
         self._read()
 
-    def _read(self) -> None:
+    def _cut_last_line(self) -> None:
         size = self.file.seek(0, os.SEEK_END)
         while size and (self.file.seek(size - 1), self.file.read(1))[1] != b"\n":
             size -= 1  # a last line that was cut short
         self.file.truncate(size)
+        self.file.seek(size)
+
+    def _read(self) -> None:
         for number, row in read_jsonl(self.path):
             if isinstance(row, BadConversation) or not {"id", "messages"} <= row.keys():
                 raise ValueError(f"{self.path}, line {number} is no row of this command: name another output")
-            self.names.add(row["id"])
-            self.openings.add(_opening(row["messages"], row.get("tools")))
+            self.rows[row["id"]] = _cuts(row)
+            self.openings.add(_opening(row))
 
     def close(self) -> None:
         self.file.close()
@@ -233,13 +138,13 @@ class _Output:
 
 
 class _Report:
-    """Counts with the first case of each reason, and the progress shown."""
+    """Counts with the first case of each reason, and the progress shown. ``there``: rows that an earlier run wrote."""
 
-    def __init__(self, rows: int | None, cost: str, slots: int, progress: bool):
+    def __init__(self, rows: int | None, there: int, cost: str, slots: int, progress: bool):
         self.counts, self.first, self.slots = Counter({"in": 0, "done": 0}), {}, slots
         if progress:
             print(f"{'all' if rows is None else rows} conversations, {cost}; the time is told after the first batch")
-        self.bar = tqdm(total=rows, desc="conversations", unit=" rows", disable=not progress)
+        self.bar = tqdm(total=rows, initial=there, desc="conversations", unit=" rows", disable=not progress)
         self.start, self.fresh = time.monotonic(), 0
 
     def add(self, name: str, outcome: str, detail="", notes=()) -> None:
@@ -248,9 +153,9 @@ class _Report:
         if detail:
             self.first.setdefault(outcome, f" (first in {name}: {detail})")
         self.bar.update()
-        self.fresh += 1
-        left = (self.bar.total or 0) - self.counts["in"]
-        if self.fresh == self.slots and left > 0 and not self.bar.disable:
+        self.fresh += outcome == "done"  # what was there, and a bad line, took no time
+        left = (self.bar.total or 0) - self.bar.n
+        if outcome == "done" and self.fresh == self.slots and left > 0 and not self.bar.disable:
             pace = (time.monotonic() - self.start) / self.fresh
             tqdm.write(f"about {pace * left / 60:.0f} minutes for the other {left}, {pace:.1f} s each")
 
@@ -285,17 +190,20 @@ def generate_data(
     Returns the manifest, which lies beside the output: "settings", and "counts" with "in" = "done" + all
     "skipped: <reason>" + all "failed: <reason>", and other things worth knowing. What failed is asked again when the
     command is repeated; what is there already counts as done.
-    Raises ValueError: other settings than the output was made with, or no conversation. OSError: unreadable files.
+    Raises ValueError: an argument is out of range, the output was made with other settings, or no conversation came of
+    it. OSError: unreadable files.
     """
+    check_counts(num_conversations=num_conversations, max_new_tokens=max_new_tokens, max_turns=max_turns)
+    if not temperatures or not all(0 <= temperature < math.inf for temperature in temperatures):
+        raise ValueError(f"temperatures are {list(temperatures)}: at least one is needed, and each of 0 or more")
     output, counted = Path(output), prompts is None or Path(prompts).is_file()
     if prompts is None and tokenizer is None:
         raise ValueError("self-prompting needs the target's tokenizer: name the target")
-    settings = {"prompts": prompts, "seed": seed, "temperatures": [float(t) for t in temperatures]}
+    settings = {"prompts": None if prompts is None else public_name(prompts), "seed": seed}
+    settings |= {"temperatures": [float(t) for t in temperatures]}
     settings |= {"max_new_tokens": max_new_tokens, "max_turns": max_turns} | backend.settings
-    if prompts is not None and counted:
-        with open(prompts, "rb") as file:
-            settings["prompts_sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-    store = _Output(output, settings)
+    if prompts is not None and Path(prompts).exists():
+        settings["prompts_sha256"] = _content_hash(Path(prompts))
     ends = user_ends(tokenizer) if prompts is None else ()
 
     def plans():
@@ -306,19 +214,23 @@ def generate_data(
         for index, (name, plan) in enumerate(source):
             if isinstance(plan, dict):
                 plan |= {"id": name, "temperature": settings["temperatures"][index % len(temperatures)]}
-                plan["seed"] = _hash(seed, name)
+                plan["seed"] = seed_of(seed, name)
             yield name, plan
 
+    next(plans(), None)  # input that cannot be read is told before anything is written
+    store = _Output(output, settings)
+
     def todo():
+        asked = set()
         for name, plan in plans():
-            if name in store.names:
+            if prompts is not None and isinstance(plan, dict):  # a plan has all that is given, later turns too
+                given = _digest(plan["messages"], plan["tools"])
+                plan = BadConversation("duplicate prompt") if given in asked else plan
+                asked.add(given)
+            if name in store.rows:
                 report.counts.update(["in", "done"])
-                report.bar.update()
+                report.counts.update(store.rows[name])
                 continue
-            if prompts is not None and isinstance(plan, dict):
-                opening = _opening(plan["messages"], plan["tools"])
-                plan = BadConversation("duplicate opening") if opening in store.openings else plan
-                store.openings.add(opening)
             yield name, plan
 
     def start(plan, notes):
@@ -329,29 +241,31 @@ def generate_data(
         rows, words, answers = 0, 0, 0
         for name, plan in plans():
             rows += 1
-            for message in plan["messages"] if isinstance(plan, dict) and name not in store.names else ():
+            for message in plan["messages"] if isinstance(plan, dict) and name not in store.rows else ():
                 words += "words" in message
                 answers += message["role"] == "assistant"
         tokens = words * USER_TOKENS + answers * max_new_tokens
         cost = f"at most {words} user turns and {answers} answers to write, {tokens:,} tokens"
-    report = _Report(rows, cost, backend.slots, progress)
+    report = _Report(rows, len(store.rows), cost, backend.slots, progress)
     with backend, closing(store), report.bar:
         for name, row, notes in run_all(todo(), backend, start):
             try:
                 if isinstance(row, Exception):
                     raise row
-                if prompts is None and _opening(row["messages"], row.get("tools")) in store.openings:
+                if prompts is None and _opening(row) in store.openings:
                     raise BadConversation("duplicate opening")  # known only now, as the target wrote it
                 if tokenizer is not None:
                     encode_conversation(row, tokenizer, backend.stop_ids)
             except BadConversation as bad:
                 report.add(name, f"skipped: {bad.reason}", bad, notes)
+            except RecursionError as error:  # of JSON in its tools or calls, wherever that is read or written
+                report.add(name, "skipped: nested too deeply", error, notes)
             except RequestFailed as error:
-                report.add(name, "failed: no answer", error, notes)
+                report.add(name, f"failed: {error.reason}", error, notes)
             else:
-                store.openings.add(_opening(row["messages"], row.get("tools")))
+                store.openings.add(_opening(row))
                 store.write(row)
-                report.add(name, "done", notes=notes)
+                report.add(name, "done", notes=notes + _cuts(row))
     counts = report.counts
     lost = sum(count for name, count in counts.items() if name.startswith(("skipped", "failed")))
     assert counts["in"] == counts["done"] + lost, counts
@@ -397,7 +311,9 @@ def main(arguments: list[str] | None = None) -> None:
     add_hub_arguments(parser)
     args = parser.parse_args(arguments)
     names = ("prompts", "num_conversations", "temperatures", "seed", "max_new_tokens", "max_turns")
+    counts = ("batch_size", "max_length", "concurrency", "num_conversations", "max_new_tokens", "max_turns")
     try:
+        check_counts(**{name: getattr(args, name) for name in counts})  # before the target is loaded
         backend, tokenizer = _backend(args)
         manifest = generate_data(args.output, backend, tokenizer, **{name: getattr(args, name) for name in names})
         if args.push_to_hub:

@@ -1,5 +1,6 @@
 """Conversations, blocks and feature shards to the Hub: what a step wrote, with a card made from its manifest."""
 
+import argparse
 import json
 import os
 import shutil
@@ -9,25 +10,80 @@ from pathlib import Path
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 
+# Of each step's output: a title, what it is, and how it is used.
 KINDS = {
-    "conversations": "Conversations whose assistant turns were written by the target model itself, one JSON object per line.",
-    "blocks": "Conversations packed into blocks for training a P-EAGLE drafter: token ids, a mask of the tokens that the "
-    "target would generate, and the lengths of the documents in each block, which do not see each other.",
-    "features": "Hidden states of the target model over packed conversations, for training a P-EAGLE drafter: safetensors "
-    "shards, described in manifest.json.",
+    "conversations": (
+        "conversations in the target's own words",
+        "Conversations whose assistant turns were written by the target model itself, one JSON object per line.",
+        """```python
+from datasets import load_dataset
+
+chats = load_dataset("{repo_id}", split="train")
+```
+
+To train a P-EAGLE drafter on them: `python -m data.sequence_packing --input {repo_id} --output blocks`.""",
+    ),
+    "blocks": (
+        "packed blocks to train a P-EAGLE drafter",
+        "Conversations packed into blocks for training a P-EAGLE drafter: token ids, a mask of the tokens that the target "
+        "would generate, and the lengths of the documents in each block, which do not see each other.",
+        """```python
+from datasets import load_dataset
+
+blocks = load_dataset("{repo_id}")
+```
+
+To train on them:
+
+```bash
+hf download {repo_id} --repo-type dataset --local-dir blocks
+python train_peagle.py --train_dir blocks
+```""",
+    ),
+    "features": (
+        "features to train a P-EAGLE drafter",
+        "Hidden states of the target model over packed conversations, for training a P-EAGLE drafter: safetensors shards, "
+        "described in manifest.json.",
+        """`datasets.load_dataset` cannot read the shards; the repository of the drafter can, from a local folder:
+
+```bash
+hf download {repo_id} --repo-type dataset --local-dir features
+python train_peagle.py --feature_dir features
+```
+
+```python
+from data.feature_shards import FeatureShards
+
+blocks = FeatureShards("features", "train")  # blocks[0] is a dict of tensors
+```""",
+    ),
 }
 
 
 def add_hub_arguments(parser) -> None:
     add = parser.add_argument
-    add("--push_to_hub", metavar="ORG/NAME", help="publish the finished output as this data set of the Hub")
+    push = add("--push_to_hub", metavar="ORG/NAME", help="publish the finished output as this data set of the Hub")
     add("--license", default="other", help="licence of the data, for the card (%(default)s)")
     add("--private", action="store_true", help="keep the data set private")
+
+    class DryRun(argparse.Action):
+        def __call__(self, parser, namespace, folder, option_string=None):
+            push.required = True  # the card names the data set; without one nothing would be laid out
+            setattr(namespace, self.dest, folder)
+
     add(
         "--dry_run",
+        action=DryRun,
         metavar="FOLDER",
         help="with --push_to_hub: write what would be published here, and publish nothing",
     )
+
+
+def public_name(source) -> str:
+    """What a manifest calls an input or a target: a name on the Hub as it is, of a local path the last part, because the
+    rest tells of this machine only."""
+    path = Path(os.path.expanduser(source))
+    return Path(os.path.abspath(path)).name if path.is_absolute() or path.exists() else str(source)
 
 
 def make_card(kind: str, repo_id: str, manifest: dict, license: str) -> DatasetCard:
@@ -35,35 +91,41 @@ def make_card(kind: str, repo_id: str, manifest: dict, license: str) -> DatasetC
     files = {"train": "data/train.jsonl"} if kind == "conversations" else {}
     if kind == "blocks":
         files = {side: f"data/{side}-*.parquet" for side in ("train", "eval") if manifest[side]["shards"]}
+    title, about, usage = KINDS[kind]
     splits = [{"split": split, "path": pattern} for split, pattern in files.items()]
     data = DatasetCardData(
+        pretty_name=f"{repo_id.split('/')[-1]}: {title}",
         license=license,
         task_categories=["text-generation"],
         tags=["peagle", "speculative-decoding"],
         configs=[{"config_name": "default", "data_files": splits}] if splits else None,
     )
-    provenance = json.dumps(manifest, indent=2)
-    text = f"# {repo_id.split('/')[-1]}\n\n{KINDS[kind]}\n\n## Provenance\n\n```json\n{provenance}\n```\n"
+    text = f"# {data.pretty_name}\n\n{about}\n\n## Usage\n\n{usage.format(repo_id=repo_id)}\n\n"
+    text += f"## Provenance\n\n```json\n{json.dumps(manifest, indent=2)}\n```\n"
     return DatasetCard(f"---\n{data.to_yaml()}\n---\n\n{text}")
 
 
-def lay_out(kind: str, output: Path, folder: Path, card: DatasetCard) -> None:
-    """Fill ``folder`` with exactly what is published. Large files are linked where the disk allows."""
+def _link(source, copy) -> None:
+    try:
+        os.link(source, copy)
+    except OSError:  # a disk without links
+        shutil.copy2(source, copy)
+
+
+def lay_out(kind: str, output: Path, folder: Path, card: DatasetCard, copy=shutil.copy2) -> None:
+    """Fill ``folder`` with exactly what is published; ``copy`` makes a file of the output a file there."""
     if kind == "conversations":
         (folder / "data").mkdir(parents=True)
-        shutil.copy(output, folder / "data/train.jsonl")
-        shutil.copy(f"{output}.manifest.json", folder / "manifest.json")
+        copy(output, folder / "data/train.jsonl")
+        copy(f"{output}.manifest.json", folder / "manifest.json")
     else:
         hidden = shutil.ignore_patterns(".*")  # locks and unfinished shards
-        try:
-            shutil.copytree(output, folder, ignore=hidden, copy_function=os.link, dirs_exist_ok=True)
-        except OSError:  # another disk
-            shutil.copytree(output, folder, ignore=hidden, dirs_exist_ok=True)
+        shutil.copytree(output, folder, ignore=hidden, copy_function=copy, dirs_exist_ok=True)
     card.save(folder / "README.md")
 
 
 def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
-    """Publish what a step wrote, or lay it out in ``args.dry_run``; returns where it went.
+    """Publish what a step wrote, or lay it out in ``args.dry_run``; returns what to tell: where it went.
 
     ``kind``: one of KINDS; ``args``: with the values of `add_hub_arguments`. The token comes from huggingface_hub's login
     or the environment. Raises FileExistsError where the folder of a dry run is there, and huggingface_hub's OSErrors.
@@ -72,10 +134,11 @@ def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
     if args.dry_run:
         if Path(args.dry_run).exists():
             raise FileExistsError(f"{args.dry_run} is there already: delete it, or name another folder")
+        # Copies, though they take the output's size once more: whoever edits links would edit the output.
         lay_out(kind, output, Path(args.dry_run), card)
-        return str(args.dry_run)
+        return f"nothing yet, see {args.dry_run} for what would be"
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        lay_out(kind, output, Path(folder), card)
+        lay_out(kind, output, Path(folder), card, _link)  # nobody edits what is gone after the upload
         HfApi().create_repo(repo_id, repo_type="dataset", private=args.private, exist_ok=True)
         HfApi().upload_folder(repo_id=repo_id, folder_path=folder, repo_type="dataset")
     return f"https://huggingface.co/datasets/{repo_id}"

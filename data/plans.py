@@ -6,6 +6,7 @@ from itertools import islice
 
 from data.chat_template import render
 from data.conversations import ROLES, BadConversation, read_conversation, read_message, read_rows
+from data.hub import public_name
 from data.windows import ANSWER
 
 
@@ -76,25 +77,32 @@ def plan_row(row: dict, max_turns: int | None) -> dict:
     planned = planned[: places[:max_turns][-1] + 1]
     probe = [message | {"content": ANSWER} if message is answer else message for message in planned]
     _, tools = read_conversation({"messages": probe, "tools": row.get("tools")})
+    # Parquet gives dates and bytes beside the texts, which a row of the output could not hold as they are.
+    kept = json.dumps([planned, tools], ensure_ascii=False, default=str)
     try:
-        json.dumps([planned, tools], ensure_ascii=False).encode()
+        kept.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON may spell but no file and no tokenizer takes
         raise BadConversation("text is not valid Unicode") from None
+    planned, tools = json.loads(kept)
     return {"messages": planned, "tools": tools}
 
 
-def plan_prompts(prompts, max_turns, limit) -> Iterator[tuple[str, dict | BadConversation]]:
-    """Name and plan of each of the first ``limit`` rows; the name is the row's own ``id`` if it is the first with it."""
+def plan_prompts(prompts, max_turns, limit) -> Iterator[tuple[str, dict | BadConversation | RecursionError]]:
+    """Name and plan of each of the first ``limit`` rows. The name is the row's own ``id`` if it has one, with the line
+    behind it where an earlier row, a broken one too, has that name already."""
     names = set()
     for number, row in islice(read_rows(prompts), limit):
         name, plan = f"line-{number}", row
         if isinstance(row, dict):
-            own = str(row.get("id", row.get("question_id", name)))
-            name = f"{own}-line-{number}" if own in names else own
+            own = row.get("id", row.get("question_id"))
+            if isinstance(own, str | int | float):
+                name = str(own).encode(errors="replace").decode()  # half a surrogate pair could not be written
             try:
-                plan = plan_row(row, max_turns) | {"source": prompts}
-            except BadConversation as bad:
+                plan = plan_row(row, max_turns) | {"source": public_name(prompts)}
+            except (BadConversation, RecursionError) as bad:
                 plan = bad
+        while name in names:
+            name += f"-line-{number}"
         names.add(name)
         yield name, plan
 

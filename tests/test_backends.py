@@ -1,9 +1,12 @@
 """The two back ends: batched answers are those of plain generation, sampling is seeded by row, and a real server."""
 
+import json
 import re
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -50,6 +53,13 @@ def test_batched_answers_with_refill_are_those_of_plain_generate(family, tokeniz
     assert len({tuple(ids) for ids in answers.values()}) > 4  # the prompts matter
 
 
+def test_nothing_is_started_where_there_is_nothing_to_ask(target, tokenizer, tmp_path, monkeypatch):  # noqa: F811
+    options = {"prompts": write_prompts(tmp_path / "prompts.jsonl", 2), "max_new_tokens": 2}
+    made = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    monkeypatch.setattr(target, "init_continuous_batching", None)  # calling it would fail
+    assert run(tmp_path / "out.jsonl", target, tokenizer, **options) == made
+
+
 def test_sampled_answers_depend_on_the_seed_and_not_on_the_batch(target, tokenizer):  # noqa: F811
     def sample(batch_size, seed, names):
         requests = {str(n): Request(20, 1.0, seed + n, messages=[USER]) for n in names}
@@ -78,6 +88,63 @@ def test_an_absent_server_fails_every_row(tmp_path):
         generate_data(tmp_path / "o", backend, None, prompts=write_prompts(tmp_path / "p.jsonl", 3), progress=False)
     with pytest.raises(RequestFailed):  # it cannot be asked for its models either
         Server("http://127.0.0.1:9/v1", retries=0)
+
+
+@pytest.fixture
+def serve():
+    """Starts a server that answers each POST with what a function makes of its JSON; gives its address."""
+    servers = []
+
+    def start(answer):
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *args):
+                pass
+
+            def do_POST(self):
+                said = answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+                self.send_response(200)
+                self.send_header("content-length", str(len(said)))
+                self.end_headers()
+                self.wfile.write(said)
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/v1"
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def said(finish="stop", **message):
+    return json.dumps({"choices": [{"message": message, "finish_reason": finish}]}).encode()
+
+
+ODD = [
+    b'{"choices": []}',
+    b'{"error": "overloaded"}',
+    b'{"choices": [{"message": null, "finish_reason": "stop"}]}',
+    b"<html>Welcome",
+    b"[" * 100000,
+    said(content=5),
+    said(content="x \ud83d"),
+    said(content=None, tool_calls=[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]),
+    said(content=None, tool_calls=[{"id": None, "function": {"name": "f", "arguments": "{}"}}]),
+]
+
+
+def test_an_odd_reply_fails_its_row_and_no_other(serve, tmp_path):
+    def answer(body):
+        asked = int(body["messages"][0]["content"].strip("Question ?"))
+        return ODD[asked] if asked < len(ODD) else said(content=[{"type": "text", "text": "Fine."}])
+
+    backend = Server(serve(answer), "some", retries=0, concurrency=2)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", len(ODD) + 2)
+    counts = generate_data(tmp_path / "out.jsonl", backend, None, prompts=prompts, progress=False)["counts"]
+    assert counts == {"in": len(ODD) + 2, "done": 2, "failed: odd reply": len(ODD)}
+    answers = [row["messages"][-1] for _, row in read_jsonl(tmp_path / "out.jsonl")]
+    assert answers == [{"role": "assistant", "content": "Fine."}] * 2
 
 
 def test_a_real_server(folder, target, tokenizer, tmp_path):  # noqa: F811

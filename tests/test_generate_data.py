@@ -8,17 +8,20 @@ import sys
 import threading
 import time
 from collections import Counter
+from datetime import datetime
 
 import pytest
 import torch
 from chats import CHATML, make_tokenizer
 from conftest import ROOT, SIZES, plain
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from data.backends import InProcess, Reply
+from data.backends import InProcess, Reply, Server
 from data.chat_template import encode_conversation
 from data.conversations import BadConversation, read_jsonl
-from data.generate_data import _fault_of_words, converse, generate_data, main
+from data.converse import converse, fault_of_words
+from data.generate_data import _Report, generate_data, main
 from data.plans import TOPICS, plan_row, plan_self_prompted, user_ends
 
 
@@ -82,7 +85,7 @@ def run(output, target, tokenizer, batch_size=3, **options):
 def test_single_answers_carry_the_exact_tokens(target, tokenizer, tmp_path):
     prompts = write_prompts(tmp_path / "prompts.jsonl")
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts)
-    assert counts == {"in": 12, "done": 12} and [row["id"] for row in rows] == [f"q{i}" for i in range(12)]
+    assert counts["in"] == counts["done"] == 12 and [row["id"] for row in rows] == [f"q{i}" for i in range(12)]
     assert [row["temperature"] for row in rows] == [0.0, 0.7, 1.0] * 4
     ends = set(target.generation_config.eos_token_id)
     for row in rows:
@@ -97,11 +100,11 @@ def test_single_answers_carry_the_exact_tokens(target, tokenizer, tmp_path):
 
 
 def test_every_answer_of_a_conversation_is_written_anew(target, tokenizer, tmp_path):
-    system, tool = {"role": "system", "content": "Be brief."}, {"role": "tool", "content": "5"}
-    chats = [[system, USER | {"content": f"{i}!"}, ASSISTANT, tool, ASSISTANT, USER] for i in range(12)]
+    system = {"role": "system", "content": "Be brief."}
+    chats = [[system, USER | {"content": f"{i}!"}, ASSISTANT, USER, ASSISTANT, USER] for i in range(12)]
     prompts = write_rows(tmp_path / "prompts.jsonl", [{"messages": chat} for chat in chats])
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=60)
-    assert counts["done"] == 12 and any(name.startswith("ended early") for name in counts)
+    assert counts["done"] == 12 and any(name.startswith("of the done cut") for name in counts)
     answers = Counter()
     for row, chat in zip(rows, chats):
         kept = [message for message in row["messages"] if message["role"] != "assistant"]
@@ -140,7 +143,7 @@ def test_user_turns_are_judged():
     good = "How do I sort a list of words by length in Python?"
 
     def fault(words, finish="stop", ids=None):
-        return _fault_of_words("How " + words, Reply({"content": words}, finish, ids), {3, 9})
+        return fault_of_words("How " + words, Reply({"content": words}, finish, ids), {3, 9})
 
     assert fault(good) is None and fault(good, ids=[7, 8, 9]) is None
     faults = {
@@ -173,17 +176,42 @@ def test_prompt_rows_become_plans():
             plan_row(row, None)
 
 
-def test_tool_results_follow_the_new_calls():
-    call, result = {"id": "new", "type": "function"}, {"role": "tool", "tool_call_id": "old", "content": "5"}
-    plan = {"messages": [USER, {"role": "assistant"}, result, {"role": "assistant"}], "tools": [{}], "id": "0"}
-    talk = converse(plan | {"source": "", "temperature": 1.0, "seed": 1}, None, (), 9, Counter())
+def call(name):
+    return {"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def result(name, content):
+    return {"role": "tool", "content": content} | ({"tool_call_id": name} if name else {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "names"),
+    [
+        ({"content": "", "tool_calls": [call("new1"), call("new2")]}, ["new1", "new2"]),
+        ({"content": "<tool_call>f</tool_call>\n<tool_call>f</tool_call>"}, [None, None]),
+        ({"content": "I call nothing."}, None),
+        ({"content": "", "tool_calls": [call("new1")]}, None),
+        ({"content": "<tool_call>f</tool_call>" * 3}, None),
+    ],
+)
+def test_tool_results_follow_as_many_new_calls_only(answer, names):
+    open_ = {"role": "assistant"}
+    messages = [USER, open_, result("old1", "5"), result("old2", "6"), open_]
+    plan = {"messages": messages, "tools": [{}], "id": "0", "source": "", "temperature": 1.0, "seed": 1}
+    talk, answer = converse(plan, None, (), 9, Counter()), {"role": "assistant"} | answer
     assert talk.send(None).messages == [USER]
-    said = {"role": "assistant", "content": "", "tool_calls": [call]}
-    asked = talk.send(Reply(said, "stop")).messages
-    assert asked == [USER, said, result | {"tool_call_id": "new"}]
-    with pytest.raises(StopIteration) as stop:
-        talk.send(Reply(ASSISTANT, "stop"))
-    assert stop.value.value["messages"] == [*asked, ASSISTANT] and "resp_ids" not in stop.value.value
+    if names is None:
+        with pytest.raises(StopIteration) as stop:
+            talk.send(Reply(answer, "stop"))
+        row = stop.value.value
+        assert row["messages"] == [USER, answer] and row["turns_left_out"] == 1
+        assert row["cut"] == "tool calls and results do not match"
+        return
+    asked = talk.send(Reply(answer, "stop")).messages
+    assert asked == [USER, answer, result(names[0], "5"), result(names[1], "6")]
+    with pytest.raises(StopIteration) as stop:  # calls of the last answer need no results
+        talk.send(Reply(ASSISTANT | {"tool_calls": [call("last")]}, "stop"))
+    assert stop.value.value["messages"][:-1] == asked and not {"resp_ids", "cut"} & stop.value.value.keys()
 
 
 def test_every_row_is_counted(target, tokenizer, tmp_path):
@@ -198,16 +226,140 @@ def test_every_row_is_counted(target, tokenizer, tmp_path):
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, batch_size=1, prompts=str(path))
     assert [row["id"] for row in rows] == ["line-1", "x", "x-line-8", "line-50"]
     reasons = {
-        "duplicate opening": 1,
+        "duplicate prompt": 1,
         "invalid JSON": 1,
         "tools are not a list of schemas": 1,
         "row is not an object": 41,
     }
     reasons["no room for an answer"] = 1
-    assert counts == {"in": 49, "done": 4} | {f"skipped: {reason}": count for reason, count in reasons.items()}
+    told = {name: count for name, count in counts.items() if not name.startswith("of the done")}
+    assert told == {"in": 49, "done": 4} | {f"skipped: {reason}": count for reason, count in reasons.items()}
     path.write_text("{\n")
     with pytest.raises(ValueError, match="no conversation: 1 in; 0 done; 1 skipped: invalid JSON"):
         run(tmp_path / "none.jsonl", target, tokenizer, prompts=str(path))
+
+
+def test_only_whole_duplicates_of_the_prompts_are_left_out(target, tokenizer, tmp_path):
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    chats = [{"turns": ["One?", "Two?"]}, {"turns": ["One?", "Three?"]}, {"turns": ["One?"]}]
+    chats += [{"turns": ["One?"], "tools": tools}, {"turns": ["One?", "Two?"]}, {"prompt": "One?"}]
+    prompts = write_rows(tmp_path / "prompts.jsonl", [*chats, {"messages": [USER, ASSISTANT]}])
+    options = {"prompts": prompts, "max_new_tokens": 2, "temperatures": (0.0,)}
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    assert [row["id"] for row in rows] == ["line-1", "line-2", "line-3", "line-4", "line-7"]
+    assert counts["in"] == 7 and counts["skipped: duplicate prompt"] == 2
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines[:2]))  # a resumed run knows the prompts that are done
+    again, more = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    assert again == rows and [more[key] for key in ("in", "done", "skipped: duplicate prompt")] == [7, 5, 2]
+
+
+def test_conversations_cut_at_the_limit_are_counted(target, tokenizer, tmp_path):
+    prompts = write_rows(tmp_path / "p.jsonl", [{"turns": [f"{i}?"] * (1 + i % 3)} for i in range(6)])
+    options = {"prompts": prompts, "temperatures": (0.0,), "max_new_tokens": 2}
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    cut = [(row["turns_left_out"], row["cut"]) for row in rows if "cut" in row]
+    assert len(cut) > 3 and {reason for _, reason in cut} == {"answer hit the length limit"}
+    assert counts["of the done cut: answer hit the length limit"] == len(cut)
+    assert counts["turns left out by cuts"] == sum(left for left, _ in cut) > 0
+    assert sum(row["messages"][-1]["role"] == "assistant" for row in rows) == 6
+    answers = sum(message["role"] == "assistant" for row in rows for message in row["messages"])
+    assert answers + counts["turns left out by cuts"] == 2 * (1 + 2 + 3)
+    assert run(tmp_path / "out.jsonl", target, tokenizer, **options)[1] == counts  # a resumed run, too
+
+
+def test_settings_bind_an_output_that_has_rows_only(target, tokenizer, tmp_path):
+    output = tmp_path / "new" / "out.jsonl"
+    with pytest.raises(FileNotFoundError, match="mistyped"):
+        run(output, target, tokenizer, prompts=str(tmp_path / "mistyped.jsonl"))
+    assert not output.parent.exists()
+    (tmp_path / "bad.jsonl").write_text("{\n")
+    with pytest.raises(ValueError, match="no conversation"):
+        run(output, target, tokenizer, prompts=str(tmp_path / "bad.jsonl"))
+    options = {"prompts": write_prompts(tmp_path / "prompts.jsonl", 2), "max_new_tokens": 2}
+    assert run(output, target, tokenizer, **options)[1]["done"] == 2
+    with pytest.raises(ValueError, match="was made with seed 0, not 1"):
+        run(output, target, tokenizer, **options, seed=1)
+    output.write_bytes(output.read_bytes()[:9])  # killed in its first row
+    assert run(output, target, tokenizer, **options, seed=1)[1]["done"] == 2
+
+
+@pytest.mark.parametrize("name", ["batch_size", "max_length", "concurrency", "max_turns", "max_new_tokens"])
+def test_counts_below_one_are_refused_before_anything_is_loaded(name, tmp_path):
+    with pytest.raises(SystemExit, match=f"error: {name} is 0: it has to be at least 1"):
+        main(["--output", str(tmp_path / "out.jsonl"), "--target_model", str(tmp_path / "none"), f"--{name}", "0"])
+    assert not any(tmp_path.iterdir())
+
+
+def test_arguments_out_of_range_are_refused(target, tokenizer, tmp_path):
+    faults = [{"max_turns": 0}, {"max_new_tokens": 0}, {"num_conversations": 0}, {"batch_size": 0}]
+    for options in [*faults, {"temperatures": ()}, {"temperatures": (-1.0,)}, {"temperatures": (float("nan"),)}]:
+        with pytest.raises(ValueError, match="at least"):
+            run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    with pytest.raises(ValueError, match="concurrency is 0"):
+        Server("http://127.0.0.1:9/v1", "some", concurrency=0)
+    assert not any(tmp_path.iterdir())
+
+
+def test_no_local_path_is_told_and_any_spelling_of_one_is_the_same_input(target, tokenizer, tmp_path, monkeypatch):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
+    options = {"prompts": prompts, "max_new_tokens": 2}
+    monkeypatch.setattr(target, "name_or_path", str(tmp_path / "own_target"))
+    rows, _ = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    assert {row["source"] for row in rows} == {"prompts.jsonl"}
+    for path in (tmp_path / "out.jsonl", tmp_path / "out.jsonl.manifest.json"):
+        assert str(tmp_path) not in path.read_text()
+    monkeypatch.chdir(tmp_path)
+    for spelling in ("prompts.jsonl", f"../{tmp_path.name}/./prompts.jsonl"):
+        assert run(tmp_path / "out.jsonl", target, tokenizer, **options | {"prompts": spelling})[0] == rows
+    write_prompts(tmp_path / "prompts.jsonl", 3)
+    with pytest.raises(ValueError, match="was made with prompts_sha256"):
+        run(tmp_path / "out.jsonl", target, tokenizer, **options)
+
+
+def test_the_time_is_estimated_from_what_this_run_has_answered(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("data.generate_data.time.monotonic", lambda: now[0])
+    report = _Report(rows=100, there=40, cost="", slots=2, progress=True)
+    for outcome in ["skipped: invalid JSON"] * 5 + ["done"] * 3:
+        now[0] += 30.0 * (outcome == "done")
+        report.add("some", outcome)
+    report.bar.close()
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("about")]
+    assert told == ["about 26 minutes for the other 53, 30.0 s each"]  # 100 - 40 - 5 - 2
+
+
+def test_names_are_unique_whatever_the_ids(target, tokenizer, tmp_path):
+    ids = ["x-line-3", "x", "x", None, "\ud83d", "?", "line-8", 9, [1], "line-2"]
+    rows = [{"prompt": f"Question {i}"} | ({} if own is None else {"id": own}) for i, own in enumerate(ids)]
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
+    lines = [*(tmp_path / "prompts.jsonl").read_text().splitlines(), "{broken"]
+    lines[7:7] = ["{broken"]  # line 8, whose name is taken
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=2)
+    assert counts["in"] == 12 and counts["done"] == 10 and counts["skipped: invalid JSON"] == 2
+    names = ["x-line-3", "x", "x-line-3-line-3", "line-4", "?", "?-line-6", "line-8", "9", "line-10", "line-2"]
+    assert [row["id"] for row in rows] == names
+    assert run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=2) == (rows, counts)
+
+
+def test_dates_of_parquet_files_are_kept_as_text(target, tokenizer, tmp_path):
+    chat = [{"role": "user", "content": "When?", "sent": datetime(2024, 1, 2), "raw": b"1"}]
+    Dataset.from_list([{"messages": chat}]).to_parquet(tmp_path / "chats/train.parquet")
+    options = {"prompts": str(tmp_path / "chats"), "max_new_tokens": 2}
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    assert counts["done"] == 1
+    assert rows[0]["messages"][0] == chat[0] | {"sent": "2024-01-02 00:00:00", "raw": "b'1'"}
+
+
+def test_a_row_nested_too_deeply_is_skipped(target, tokenizer, tmp_path):
+    deep = ["[" * 100_000, *([json.loads('{"a":' * depth + "1" + "}" * depth)] for depth in (300, 600, 900))]
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "One?"}, *({"prompt": "Two?", "tools": t} for t in deep)])
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, prompts=prompts, max_new_tokens=2, batch_size=1)
+    assert rows[0]["id"] == "line-1" and counts["in"] == 5 == counts["done"] + sum(
+        count for name, count in counts.items() if name.startswith("skipped")
+    )
+    assert counts["skipped: nested too deeply"] > 1
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_rows(folder, target, tokenizer, tmp_path):
