@@ -4,6 +4,7 @@ The frozen target reads each packed block once and supplies both the features th
 that it learns; the drafter learns all depths of all sampled slots in one forward. Every checkpoint is a complete drafter.
 """
 
+import json
 import math
 import os
 import sys
@@ -16,7 +17,8 @@ import psutil
 import torch
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
-from transformers.trainer_utils import get_last_checkpoint, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import set_seed, sort_checkpoints
 from trl import TrlParser
 
 from acceptance_peagle import held_out_prompts
@@ -181,26 +183,35 @@ def texts_of(blocks):
     return blocks.texts() if isinstance(blocks, FeatureShards) else blocks
 
 
+def is_whole(checkpoint: str) -> bool:
+    """Whether a checkpoint was written to its end: the Trainer writes its own state last."""
+    try:
+        with open(os.path.join(checkpoint, TRAINER_STATE_NAME)) as file:
+            json.load(file)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def checkpoint_to_resume(args: PEagleArguments, config: PEagleConfig) -> str | None:
-    """The checkpoint that `--resume` names, `true` for the last one of `--output_dir`; None without it.
+    """The checkpoint that `--resume` names, `true` for the last whole one of `--output_dir`; None without it.
 
     Raises:
         ValueError: There is none, or it holds a drafter of another shape, of which parts would start anew unnoticed. Or
             there is one, without `--resume`, that a new run would overwrite.
     """
-    if not args.resume_from_checkpoint:
-        if os.path.isdir(args.output_dir) and (
-            get_last_checkpoint(args.output_dir) or os.path.isfile(os.path.join(args.output_dir, "config.json"))
-        ):
-            raise ValueError(
-                f"{args.output_dir} holds a drafter already: go on with --resume, or name another --output_dir."
-            )
+    path, there = args.resume_from_checkpoint, sort_checkpoints(args.output_dir)
+    if not path:
+        if there or os.path.isfile(os.path.join(args.output_dir, "config.json")):
+            raise ValueError(f"{args.output_dir} holds a drafter: go on with --resume, or name another --output_dir.")
         return None
-    path = args.resume_from_checkpoint
     if str(path).lower() == "true":
-        path = get_last_checkpoint(args.output_dir) if os.path.isdir(args.output_dir) else None
-    if path is None or not os.path.isfile(os.path.join(path, "config.json")):
-        raise ValueError(f"--resume: there is no checkpoint in {path or args.output_dir}.")
+        whole = [checkpoint for checkpoint in there if is_whole(checkpoint)]
+        path = whole[-1] if whole else None
+        if there and there[-1] != path:
+            print(f"{there[-1]} was not written to its end; going on with {path or 'nothing'}")
+    if path is None or not is_whole(path):
+        raise ValueError(f"--resume: there is no whole checkpoint in {path or args.output_dir}.")
     saved, ours = PEagleConfig.from_pretrained(path).to_dict(), config.to_dict()
     unshaped = ("dtype", "transformers_version", "_name_or_path")
     differ = [key for key in ours if key not in unshaped and saved.get(key) != ours[key]]

@@ -138,6 +138,11 @@ class PEagleTrainer(Trainer):
     def _loss(self, model, inputs, num_items_in_batch, backward=None) -> torch.Tensor:
         """The loss of a packed row; `backward`, if given, differentiates it."""
         features, hidden = self.signals(inputs)
+        if not (features.isfinite().all() and hidden.isfinite().all()):
+            raise ValueError(
+                "the target's hidden states are not finite: float16 overflows in some targets (load it in bfloat16), or the "
+                "features are damaged (extract them again)."
+            )
         count = num_items_in_batch if num_items_in_batch is not None else (inputs["labels"] != -100).sum()
         scale = 1 / max(int(count), 1)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:

@@ -218,3 +218,14 @@ def test_a_step_with_nothing_supervised_leaves_what_momentum_would_move(target, 
     one.train(), two.train()
     assert changed(before, state(one))
     assert changed(state(one), state(two)) == set()
+
+
+@pytest.mark.parametrize("name", ["features", "last_hidden"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_signals_that_are_not_finite_stop_the_run(target, tmp_path, name, value):
+    trainer = build_trainer(target, [], tmp_path)
+    row = trainer.data_collator([BLOCKS[0]])
+    row |= dict(zip(("features", "last_hidden"), trainer.signals(row)))
+    row[name][0, 3, 5] = value
+    with pytest.raises(ValueError, match="not finite"):
+        trainer.training_step(trainer.model, row, num_items_in_batch=torch.tensor(1))

@@ -138,7 +138,7 @@ def test_what_only_the_data_shows_to_be_wrong_is_named(workplace, tmp_path):
 
 
 def test_training_is_resumed_only_with_the_same_drafter(workplace, tmp_path):
-    with pytest.raises(ValueError, match="no checkpoint in"):
+    with pytest.raises(ValueError, match="no whole checkpoint in"):
         main(arguments_for(workplace, tmp_path, resume_from_checkpoint="true"))
     main(arguments_for(workplace, tmp_path))
     with pytest.raises(ValueError, match="num_hidden_layers 1 there and 2 here"):
