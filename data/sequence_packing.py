@@ -114,6 +114,9 @@ class Progress:
         self.folder, self.blocks = folder, folder / "blocks"
         self.row, self.report, self.seen = 0, Report(), {}
         self.counts = {side: Counter(shards=0, **dict.fromkeys(COUNTS, 0)) for side in SIDES}
+        if not self.blocks.exists():  # records of a run that was killed once its blocks were the output
+            for record in folder.glob("*.json"):
+                record.unlink()
         (self.blocks / "data").mkdir(parents=True, exist_ok=True)
         record = folder / "settings.json"
         if record.exists():
@@ -163,7 +166,27 @@ class Progress:
                     os.rename(begun, self.blocks / "data" / name)
         (self.blocks / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         os.rename(self.blocks, output)
-        shutil.rmtree(self.folder)
+
+
+@contextmanager
+def only_writer(partial: Path):
+    """Hold the lock of the folder of an unfinished run, and delete the folder if nothing to go on with is left in it.
+
+    Raises ValueError where another run holds the lock; its folder is left alone.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(partial / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        output = partial.with_suffix("")
+        raise ValueError(f"another run is writing {output}: wait for it, or name another output") from None
+    try:
+        yield
+    finally:
+        if not ((partial / "blocks").exists() and (partial / "chunk-00000.json").exists()):
+            shutil.rmtree(partial)
+        lock.release()
 
 
 COUNTS = ("blocks", "windows", "windows_without_supervision", "tokens", "supervised")
@@ -207,6 +230,7 @@ def pack_conversations(
     writing failed. After any of these there is no output; what is done stays in ``<output>.partial``.
     """
     output = Path(output)
+    partial = output.with_name(f"{output.name}.partial")
     settings = {
         "max_seq_len": max_seq_len,
         "eval_fraction": eval_fraction,
@@ -220,36 +244,29 @@ def pack_conversations(
         if any(made.get(name) != value for name, value in settings.items()):
             raise FileExistsError(f"{output} is there already: delete it, or name another output")
         print(f"{output} is made already, with the same settings")
+        if partial.exists():
+            with only_writer(partial):  # which deletes it if the run that made the output was killed right after
+                pass
         return made
-    partial = output.with_name(f"{output.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(partial / "lock", timeout=0):
-            done = Progress(partial, settings)
-            rows = tqdm(read_rows(source), desc="conversations", unit=" rows", disable=not progress)
-            options = {"eval_fraction": eval_fraction, "stop_token_ids": stop_token_ids}
-            write_chunks(done, rows, tokenizer, max_seq_len=max_seq_len, **options)
-            if progress:
-                print(f"{source}: {done.report}")
-            try:
-                done.report.check(eval_fraction)
-            except ValueError:
-                shutil.rmtree(partial)  # another run would come to the same end
-                raise
-            manifest = settings | {"tokenizer": tokenizer.name_or_path, "conversations": dict(done.report.counts)}
-            for side in SIDES:
-                capacity = done.counts[side]["blocks"] * max_seq_len
-                manifest[side] = done.counts[side] | {
-                    "fill": done.counts[side]["tokens"] / capacity if capacity else None
-                }
-            manifest["versions"] = {"python": platform.python_version()}
-            manifest["versions"] |= {name: version(name) for name in ("transformers", "tokenizers", "datasets", "trl")}
-            done.finish(manifest, output)
-    except Timeout:
-        raise ValueError(f"another run is writing {output}: wait for it, or name another output") from None
-    finally:
-        if partial.exists() and not (partial / "chunk-00000.json").exists():
-            shutil.rmtree(partial)  # nothing to go on with
+    with only_writer(partial):
+        done = Progress(partial, settings)
+        rows = tqdm(read_rows(source), desc="conversations", unit=" rows", disable=not progress)
+        options = {"eval_fraction": eval_fraction, "stop_token_ids": stop_token_ids}
+        write_chunks(done, rows, tokenizer, max_seq_len=max_seq_len, **options)
+        if progress:
+            print(f"{source}: {done.report}")
+        try:
+            done.report.check(eval_fraction)
+        except ValueError:
+            shutil.rmtree(done.blocks)  # another run would come to the same end
+            raise
+        manifest = settings | {"tokenizer": tokenizer.name_or_path, "conversations": dict(done.report.counts)}
+        for side in SIDES:
+            capacity = done.counts[side]["blocks"] * max_seq_len
+            manifest[side] = done.counts[side] | {"fill": done.counts[side]["tokens"] / capacity if capacity else None}
+        manifest["versions"] = {"python": platform.python_version()}
+        manifest["versions"] |= {name: version(name) for name in ("transformers", "tokenizers", "datasets", "trl")}
+        done.finish(manifest, output)
     if progress:
         for side in SIDES:
             counts = {

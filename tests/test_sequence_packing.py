@@ -335,6 +335,30 @@ def test_a_run_killed_while_it_finishes_goes_on(tmp_path, monkeypatch, small_chu
 
 
 def test_two_runs_do_not_write_one_output(tmp_path):
-    (tmp_path / "blocks.partial").mkdir()
-    with FileLock(tmp_path / "blocks.partial" / "lock"), pytest.raises(ValueError, match="another run is writing"):
-        run(tmp_path, many_rows(5))
+    (tmp_path / "blocks.partial" / "blocks").mkdir(parents=True)
+    with FileLock(tmp_path / "blocks.partial" / "lock"):
+        with pytest.raises(ValueError, match="another run is writing .*blocks: wait for it"):
+            run(tmp_path, many_rows(5))
+        assert (tmp_path / "blocks.partial" / "blocks").is_dir()  # it is the other run's
+    run(tmp_path, many_rows(5))
+    assert set(os.listdir(tmp_path)) == {"chats.jsonl", "blocks"}
+
+
+def test_what_a_run_leaves_that_was_killed_at_its_very_end_is_removed(tmp_path, monkeypatch, small_chunks):
+    rmtree = sequence_packing.shutil.rmtree
+
+    def leave_the_partial_folder():
+        monkeypatch.setattr(sequence_packing.shutil, "rmtree", lambda *_: None)
+        made = run(tmp_path, many_rows(60))
+        monkeypatch.setattr(sequence_packing.shutil, "rmtree", rmtree)
+        assert (tmp_path / "blocks.partial" / "chunk-00000.json").exists()
+        return made
+
+    made = leave_the_partial_folder()
+    assert run(tmp_path, many_rows(60)) == made and not (tmp_path / "blocks.partial").exists()
+    rmtree(tmp_path / "blocks")
+    leave_the_partial_folder()
+    before = contents(tmp_path / "blocks")
+    rmtree(tmp_path / "blocks")
+    run(tmp_path, many_rows(60))  # not from the records of blocks that are gone
+    assert contents(tmp_path / "blocks") == before and not (tmp_path / "blocks.partial").exists()
