@@ -18,12 +18,37 @@ ROLES |= {"developer": "system", "human": "user", "gpt": "assistant", "model": "
 ROLES |= dict.fromkeys(("function", "ipython", "observation", "tool_response"), "tool")
 
 
+# Levels of nesting that a row may have. Templates and writers of JSON recurse into it, and Python ends that at 1000 calls.
+DEEPEST = 100
+
+
 class BadConversation(ValueError):
     """A row that cannot be trained on. ``reason`` is short and stable, to count by; ``str()`` adds the detail."""
 
     def __init__(self, reason: str, detail: str = ""):
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+def parse(value, fault: str = "invalid JSON"):
+    """``value``, or what it says if it is a string of JSON.
+
+    Raises BadConversation: with ``fault`` as its reason where it is no JSON, or where it is nested too deeply.
+    """
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+        if depth(value) <= DEEPEST:
+            return value
+    except RecursionError:
+        pass
+    except ValueError as error:
+        raise BadConversation(fault, str(error)) from error
+    raise BadConversation("nested too deeply", f"a row may have {DEEPEST} levels")
+
+
+def depth(value) -> int:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(depth, inside), default=0)
 
 
 def read_jsonl(path) -> Iterator[tuple[int, dict | BadConversation]]:
@@ -38,10 +63,11 @@ def read_jsonl(path) -> Iterator[tuple[int, dict | BadConversation]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                fault = "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else "invalid JSON"
-                row = BadConversation(fault, str(error))
+                row = parse(line.decode())
+            except UnicodeDecodeError as error:
+                row = BadConversation("invalid UTF-8", str(error))
+            except BadConversation as bad:
+                row = bad
             if not isinstance(row, dict | BadConversation):
                 row = BadConversation("row is not an object", type(row).__name__)
             yield number, row
@@ -77,13 +103,11 @@ def read_call(call) -> dict:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadConversation("tool call without a name")
     arguments = function.get("arguments", function.get("parameters", {}))
-    try:
-        while isinstance(arguments, str):  # some logs encode it twice
-            arguments = json.loads(arguments or "{}")
-    except ValueError as error:
-        raise BadConversation("tool call arguments are not JSON", str(error)) from error
+    fault = "tool call arguments are not JSON"
+    while isinstance(arguments, str):  # some logs encode it twice
+        arguments = parse(arguments or "{}", fault)
     if not isinstance(arguments, dict):
-        raise BadConversation("tool call arguments are not JSON", f"an object is needed, not {arguments!r}")
+        raise BadConversation(fault, f"an object is needed, not {arguments!r}")
     identity = {"id": call["id"]} if call.get("id") is not None else {}
     return {"type": "function", **identity, "function": {"name": function["name"], "arguments": arguments}}
 
@@ -109,7 +133,7 @@ def read_message(message, index: int, answered: bool) -> dict:
     role, calls, given = message.get("role"), message.get("tool_calls", []), "content" in message
     content = message.get("content", "")
     if role == "function_call":  # ShareGPT with tools: the content is the call
-        role, calls, content = "assistant", [as_object(content)], ""
+        role, calls, content = "assistant", [parse(content, "tool call without a name")], ""
     if not isinstance(role, str) or role not in ROLES:
         raise BadConversation("unknown role", repr(role))
     if ROLES[role] == "tool" and not isinstance(content, str) and not is_parts(content):
@@ -133,14 +157,6 @@ def read_message(message, index: int, answered: bool) -> dict:
     return message
 
 
-def as_object(value):
-    """``value``, parsed if it is a string of JSON."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
 def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
     """The messages and tools of a row in OpenAI's format, whatever format it has; the row is left as it is.
 
@@ -156,7 +172,7 @@ def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
     messages = [read_message(message, i, answered and i == last) for i, message in enumerate(messages)]
     if all(message["role"] != "assistant" for message in messages):
         raise BadConversation("no assistant turn")
-    tools = as_object(row.get("tools")) or None
+    tools = parse(row.get("tools") or None, "tools are not a list of schemas") or None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadConversation("tools are not a list of schemas", repr(tools)[:80])
     return messages, tools

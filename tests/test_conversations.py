@@ -242,11 +242,33 @@ def test_read_jsonl_survives_broken_lines(tmp_path):
         (6, "row is not an object"),
         (7, "row is not an object"),
         (8, {"d": 2}),
-        (9, "invalid JSON"),
+        (9, "nested too deeply"),
         (10, "invalid JSON"),
     ]
     with pytest.raises(FileNotFoundError):
         list(read_jsonl(tmp_path / "missing.jsonl"))
+
+
+def nested(levels):
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("levels", [101, 900, 960, 990, 100_000])
+def test_deep_nesting_is_a_reason_to_skip_wherever_it_is(tmp_path, levels):
+    deep, text = nested(levels), json.dumps(nested(levels))
+    call = '{"messages": [%s, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": %s}]}]}'
+    hello, hi = json.dumps(HELLO), '{"role": "assistant", "content": "Hi"}'
+    lines = [
+        *(call % (hello, arguments) for arguments in (deep, text)),
+        *(f'{{"messages": [{hello}, {hi}], "tools": {tools}}}' for tools in (f"[{deep}]", text)),
+        f'{{"messages": [{hello}, {hi}], "notes": {deep}}}',
+        f'{{"conversations": [{{"from": "human", "value": "x"}}, {{"from": "function_call", "value": {text}}}]}}',
+        call % (hello, nested(90)),
+    ]
+    (tmp_path / "deep.jsonl").write_text("\n".join(lines))
+    for template in (CHATML, TOOLS):
+        _, _, counts = load(tmp_path / "deep.jsonl", chatml(template), eval_fraction=0)
+        assert counts["read"] == 7 and counts["train"] == 1 and counts["skipped: nested too deeply"] == 6
 
 
 def test_load_counts_every_row(tmp_path, capsys):
