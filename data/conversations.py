@@ -11,6 +11,8 @@ from pathlib import Path
 
 from datasets import load_dataset
 from huggingface_hub import HfFileSystem
+from pyarrow import ArrowInvalid
+from pyarrow.parquet import ParquetFile
 
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
@@ -20,6 +22,7 @@ ROLES |= dict.fromkeys(("function", "ipython", "observation", "tool_response"), 
 
 # Levels of nesting that a row may have. Templates and writers of JSON recurse into it, and Python ends that at 1000 calls.
 DEEPEST = 100
+SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class BadConversation(ValueError):
@@ -80,21 +83,64 @@ def without_nulls(value):
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def read_rows(source: str | Path) -> Iterator[tuple[int, dict | BadConversation]]:
-    """Yield (number from 1, row) of a JSON Lines file, local or ``hf://``, or of the train split of a data set.
+def as_text(value) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
-    ``source``: a file (see `read_jsonl`), or whatever `datasets.load_dataset` takes: a Hub id, a folder of Parquet files;
-    it is streamed. Raises OSError where it cannot be read.
+
+def from_arrow(row: dict) -> dict:
+    """A row of Arrow as JSON Lines would have it: without the keys that others have, and with dates and such as text."""
+    return json.loads(json.dumps(without_nulls(row), default=as_text))
+
+
+def read_parquet(path) -> Iterator[dict]:
+    """Yield the rows of a Parquet file. Raises ValueError where it is none."""
+    try:
+        file = ParquetFile(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+    with file:
+        for batch in file.iter_batches(batch_size=1024):
+            yield from map(from_arrow, batch.to_pylist())
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder that `read_rows` reads, in their order: all but hidden ones and the manifests of our steps.
+
+    Raises ValueError where there is none, or what `save_to_disk` wrote.
     """
-    if Path(source).is_file() or str(source).endswith((".jsonl", ".json")):
-        yield from read_jsonl(source)
-        return
-    if not Path(source).exists() and str(source).count("/") != 1:
-        raise FileNotFoundError(
-            f"there is no file {source}, and the id of a data set on the Hub would read owner/name"
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    if any(file.suffix == ".arrow" for file in files):
+        raise ValueError(
+            f"{folder} holds Arrow files, which save_to_disk writes: save the data set with to_parquet or to_json instead"
         )
-    for number, row in enumerate(load_dataset(str(source), split="train", streaming=True), start=1):
-        yield number, without_nulls(row)
+    files = [file for file in files if file.suffix in SUFFIXES and file.name != "manifest.json"]
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    if not files:
+        raise ValueError(f"{folder} holds no {', '.join(SUFFIXES)} file: name the folder of the conversations")
+    return files
+
+
+def read_rows(source: str | Path) -> Iterator[tuple[int, dict | BadConversation]]:
+    """Yield (number from 1, row) of a file, of a folder, or of the train split of a data set.
+
+    ``source``: a JSON Lines file (see `read_jsonl`), local or ``hf://``; a Parquet file; a folder, of which all such files
+    are read (see `files_of`), under numbers that go on from file to file; or the id of a data set on the Hub, which is
+    streamed. Raises OSError or ValueError where it cannot be read.
+    """
+    path, name = Path(source), str(source)
+    if path.is_dir():
+        rows = (row for file in files_of(path) for _, row in read_rows(file))
+        yield from enumerate(rows, start=1)
+    elif path.is_file() and path.suffix == ".parquet":
+        yield from enumerate(read_parquet(path), start=1)
+    elif path.is_file() or name.startswith("hf://") and path.suffix in SUFFIXES[:2]:
+        yield from read_jsonl(source)
+    elif name.count("/") != 1 or path.suffix in SUFFIXES:
+        raise FileNotFoundError(
+            f"there is no file or folder {source}, and the id of a data set on the Hub would read owner/name"
+        )
+    else:
+        yield from enumerate(map(from_arrow, load_dataset(name, split="train", streaming=True)), start=1)
 
 
 def read_call(call) -> dict:

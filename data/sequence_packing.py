@@ -43,7 +43,7 @@ from trl import pack_dataset
 
 from configuration_peagle import tokenizer_fingerprint
 from data.chat_template import show_supervision
-from data.conversations import read_rows
+from data.conversations import files_of, read_rows
 from data.hub import add_hub_arguments, publish
 from data.windows import Report, read_windows
 from target_peagle import load_tokenizer
@@ -310,11 +310,15 @@ def blocks_of(folder: Path) -> Iterator[dict]:
 
 
 def fingerprint(source) -> dict:
-    """Name and, of a local file, content hash of what is read."""
-    if not Path(source).is_file():
+    """Name and, of what is local, a hash of the contents; of a folder, over the names and the contents of its files."""
+    path = Path(source)
+    if path.is_dir():
+        parts = [[str(file.relative_to(path)), fingerprint(file)["sha256"]] for file in files_of(path)]
+        return {"name": path.name, "sha256": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
+    if not path.is_file():
         return {"name": str(source)}
-    with open(source, "rb") as file:
-        return {"name": Path(source).name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    with path.open("rb") as file:
+        return {"name": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def load_blocks(folder, tokenizer=None, *, cache_dir=None) -> DatasetDict:
@@ -358,7 +362,9 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m data.sequence_packing", description="Conversations to packed training blocks."
     )
     parser.add_argument(
-        "--input", required=True, help="conversations: JSON Lines, local or hf://, or a data set of the Hub"
+        "--input",
+        required=True,
+        help="conversations: a JSON Lines file, local or hf://, a Parquet file, a folder of both, or a data set of the Hub",
     )
     parser.add_argument("--output", required=True, help="folder for the blocks; it must not exist yet, or be empty")
     parser.add_argument("--max_seq_len", type=int, default=4096, help="tokens per block and window (%(default)s)")

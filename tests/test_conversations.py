@@ -1,5 +1,7 @@
 """Rows of every shape to one form, bad rows, files, and the real data."""
 
+import datetime
+import decimal
 import json
 import random
 from collections import Counter
@@ -302,8 +304,54 @@ def test_a_data_set_is_read_like_a_file(tmp_path):
     read = [row for _, row in read_rows(tmp_path / "parquet")]
     assert read[0] == rows[0] and read[2]["messages"][0] == HELLO
     assert "tool_calls" not in read[0]["messages"][0] and reason_of(read[3], chatml()) == "message without content"
-    with pytest.raises(FileNotFoundError, match="there is no file chats.json1"):
-        list(read_rows("chats.json1"))
+    for name in ("chats.json1", "missing.jsonl", "data/missing.jsonl", "data/missing.parquet", "/no/folder"):
+        with pytest.raises(FileNotFoundError, match=f"there is no file or folder {name}, and the id of a data set"):
+            list(read_rows(name))
+
+
+def test_a_folder_is_read_whole_file_by_file(tmp_path):
+    rows = [{"messages": chat(f"Question {i}", "Hi")} for i in range(9)]
+    calling = {"messages": [HELLO, asking({"at": "Oban"})], "tools": [TOOL]}
+    folder = tmp_path / "folder"
+    (folder / "b/.cache").mkdir(parents=True)
+    write(folder, rows[:2], "train.jsonl")
+    write(folder, [calling, {"conversations": []}], "more.jsonl")
+    (folder / "b/broken.json").write_text("{broken\n" + json.dumps(rows[2]))
+    Dataset.from_list(rows[3:5]).to_parquet(folder / "b/one.parquet")
+    Dataset.from_list([calling]).to_parquet(folder / "b/two.parquet")
+    for name in ("b/.cache/x.jsonl", "manifest.json", "README.md"):
+        (folder / name).write_text("{}")
+    read = list(read_rows(folder))
+    assert [number for number, _ in read] == list(range(1, 10))
+    assert read[0][1].reason == "invalid JSON"
+    assert [row for _, row in read[1:]] == [*rows[2:5], calling, calling, {"conversations": []}, *rows[:2]]
+    assert list(read_rows(folder / "b/two.parquet")) == [(1, calling)]
+
+
+def test_folders_that_cannot_be_read_say_why(tmp_path):
+    Dataset.from_list([{"messages": chat("a", "b")}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved holds Arrow files.*save the data set with to_parquet or to_json"):
+        list(read_rows(tmp_path / "saved"))
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(ValueError, match="bad holds no .jsonl, .json, .parquet file"):
+        list(read_rows(tmp_path / "bad"))
+    (tmp_path / "bad/x.parquet").write_text("{}")
+    with pytest.raises(ValueError, match="x.parquet cannot be read as Parquet"):
+        list(read_rows(tmp_path / "bad"))
+
+
+def test_values_that_are_no_json_become_text(tmp_path):
+    day, price = datetime.date(2024, 5, 6), decimal.Decimal("1.50")
+    turns = chat("Hello", "Hi")
+    turns[0] |= {"timestamp": datetime.datetime(2024, 5, 6, 7), "raw": b"x", "price": price}
+    calling = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"day": day, "price": price}}]}
+    for number, messages in enumerate((turns, [HELLO, calling])):
+        Dataset.from_list([{"messages": messages}]).to_parquet(tmp_path / f"{number}/train.parquet")
+    (_, first), (_, second) = (next(read_rows(tmp_path / name)) for name in "01")
+    assert first["messages"][0] == HELLO | {"timestamp": "2024-05-06 07:00:00", "raw": "x", "price": "1.50"}
+    assert second["messages"][1]["tool_calls"][0]["arguments"] == {"day": "2024-05-06", "price": "1.50"}
+    assert "2024-05-06" in chatml(TOOLS).decode(encode(second, chatml(TOOLS))["input_ids"])
+    assert load(tmp_path / "0", chatml(), eval_fraction=0)[2]["train"] == 1
 
 
 def test_no_progress_prints_nothing(tmp_path, capsys):

@@ -173,6 +173,24 @@ def test_an_empty_side_loads(tmp_path):
     assert len(splits["eval"]) == 0 and splits["eval"].features == splits["train"].features
 
 
+def test_a_folder_that_has_changed_is_other_input(tmp_path):
+    (tmp_path / "chats").mkdir()
+
+    def pack():
+        options = {"max_seq_len": 160, "eval_fraction": 0, "progress": False}
+        return pack_conversations(tmp_path / "chats", tmp_path / "blocks", chatml(), **options)
+
+    write(tmp_path / "chats", many_rows(5))
+    assert pack() == pack()
+    for rows, name in ((many_rows(3), "chats.jsonl"), (many_rows(5), "others.jsonl")):
+        write(tmp_path / "chats", rows, name)
+        with pytest.raises(FileExistsError, match="blocks is there already"):
+            pack()
+        write(tmp_path / "chats", many_rows(5))
+    (tmp_path / "chats" / "others.jsonl").unlink()
+    assert pack()["conversations"]["read"] == 5
+
+
 def test_another_run_leaves_the_output_alone(tmp_path):
     run(tmp_path, many_rows(20))
     before = (tmp_path / "blocks" / "manifest.json").read_bytes()
@@ -242,7 +260,7 @@ def test_the_command(tmp_path, tokenizer_folder):
     assert stored[0] == stored[1]
     with pytest.raises(SystemExit, match="error: .* is there already: delete it, or name another output"):
         sequence_packing.main(["--input", str(tmp_path / "chats.jsonl"), *map(str, options)])
-    with pytest.raises(SystemExit, match="error: .*No such file"):
+    with pytest.raises(SystemExit, match="error: there is no file or folder none.jsonl"):
         sequence_packing.main(["--input", "none.jsonl", "--output", "none", "--tokenizer", str(tokenizer_folder)])
 
 
