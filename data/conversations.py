@@ -6,7 +6,6 @@ Nothing is dropped silently: a row that cannot be used is a [`BadConversation`] 
 import hashlib
 import json
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
 
 from datasets import load_dataset
@@ -225,7 +224,9 @@ def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
 
 
 def is_eval(messages: list[dict], eval_fraction: float) -> bool:
-    """Side by a hash of all before the first answer: other answers to it and longer versions share its side."""
-    opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
-    digest = hashlib.sha256(json.dumps(opening, sort_keys=True).encode()).digest()
+    """Side by a hash of what is said up to the first user turn: other answers to it and longer versions share its side."""
+    asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    # White space and other keys, as ids and times, do not make it another text.
+    opening = [{"content": " ".join(m["content"].split()), "role": m["role"]} for m in messages[: asked + 1]]
+    digest = hashlib.sha256(json.dumps(opening).encode()).digest()
     return int.from_bytes(digest[:8], "big") < eval_fraction * 2**64

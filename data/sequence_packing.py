@@ -201,7 +201,7 @@ def _shard_names(side: str, shards: int) -> list[str]:
     return [f"{side}-{index:05}-of-{shards:05}.parquet" for index in range(shards)]
 
 
-def _template_hash(tokenizer) -> str:
+def template_hash(tokenizer) -> str:
     """SHA-256 of the chat template or, where there are several, of all of them under their names."""
     return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
 
@@ -236,7 +236,7 @@ def pack_conversations(
         "eval_fraction": eval_fraction,
         "input": fingerprint(source),
         "tokenizer_hash": tokenizer_fingerprint(tokenizer),
-        "chat_template_hash": _template_hash(tokenizer),
+        "chat_template_hash": template_hash(tokenizer),
         "stop_token_ids": sorted(stop_token_ids),
     }
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -335,7 +335,7 @@ def load_blocks(folder, tokenizer=None, *, cache_dir=None) -> DatasetDict:
         raise FileNotFoundError(f"{folder} has no {MANIFEST}: make the blocks with python -m data.sequence_packing")
     manifest = json.loads((folder / MANIFEST).read_text())
     if tokenizer is not None:
-        hashes = {"tokenizer": tokenizer_fingerprint(tokenizer), "chat_template": _template_hash(tokenizer)}
+        hashes = {"tokenizer": tokenizer_fingerprint(tokenizer), "chat_template": template_hash(tokenizer)}
         for name, value in hashes.items():
             if manifest[f"{name}_hash"] != value:
                 raise ValueError(

@@ -28,7 +28,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from data.chat_template import encode_conversation
-from data.conversations import BadConversation, read_conversation, read_jsonl, read_rows
+from data.conversations import BadConversation, is_eval, read_conversation, read_jsonl, read_rows
 from data.sequence_packing import pack_file
 
 
@@ -379,6 +379,28 @@ def test_split_is_by_content(tmp_path):
     longer = [{"messages": [*row["messages"], *chat("More?", "No")]} for row in rows]
     new_train, new_evaluation = sides(rows + variants + longer, "c.jsonl")
     assert (len(new_train), len(new_evaluation)) == (3 * len(train), 3 * len(evaluation))
+
+
+def test_the_side_depends_on_what_is_said_alone():
+    def sides(*rows):
+        return [[is_eval(read_conversation({"messages": row(i)})[0], 0.3) for i in range(300)] for row in rows]
+
+    def asked(i, **extra):
+        return [{"role": "user", "content": f"Question {i}", **extra}, {"role": "assistant", "content": "Hi"}]
+
+    def greeted(i):
+        return [{"role": "assistant", "content": "Welcome"}, *asked(i)]
+
+    plain, named, spaced, again, greeting, system = sides(
+        asked,
+        lambda i: asked(i, id=f"{i}-b"),
+        lambda i: asked(i, content=f" Question  {i}\n"),
+        lambda i: asked(i) + asked(i + 1),
+        greeted,
+        lambda i: [{"role": "system", "content": "Be brief."}, *greeted(i)],
+    )
+    assert plain == named == spaced == again
+    assert all(60 < sum(side) < 120 for side in (plain, greeting, system))  # 90 expected, sd 8
 
 
 def test_eval_fraction_at_its_ends(tmp_path):
