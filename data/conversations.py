@@ -25,9 +25,10 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class BadConversation(ValueError):
-    """A row that cannot be trained on. ``reason`` is short and stable, to count by; ``str()`` adds the detail."""
+    """A row that cannot be trained on. ``reason`` is short and stable, to count by; ``str()`` adds the detail, cut short."""
 
     def __init__(self, reason: str, detail: str = ""):
+        detail = detail if len(detail) <= 100 else f"{detail[:100]}..."
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
 
@@ -173,8 +174,9 @@ def read_message(message, index: int, answered: bool) -> dict:
         raise BadConversation("message is not an object", type(message).__name__)
     # A template that tests for a key would print the null, or an empty list of calls.
     message = {key: value for key, value in message.items() if value is not None and value != []}
-    if "from" in message:  # ShareGPT
-        message = {"role": message["from"], "content": message.get("value", "")}
+    for name, other in (("role", "from"), ("content", "value")):  # ShareGPT
+        if name not in message and other in message:
+            message[name] = message.pop(other)
     role, calls, given = message.get("role"), message.get("tool_calls", []), "content" in message
     content = message.get("content", "")
     if role == "function_call":  # ShareGPT with tools: the content is the call
@@ -202,12 +204,28 @@ def read_message(message, index: int, answered: bool) -> dict:
     return message
 
 
+def read_tools(tools) -> list[dict] | None:
+    """Schemas without null keys, each as ``{"type": "function", "function": {"name": str, ...}}``; None if there are none."""
+    fault = "tools are not a list of schemas"
+    tools = without_nulls(parse(tools, fault)) or None
+    if tools is None:
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadConversation(fault, repr(tools))
+    # A definition may stand by itself, as in OpenAI's older ``functions``.
+    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    functions = [tool["function"] for tool in tools]
+    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
+        raise BadConversation("tool without a name", repr(tools))
+    return tools
+
+
 def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
     """The messages and tools of a row in OpenAI's format, whatever format it has; the row is left as it is.
 
     Takes ``messages`` or ShareGPT's ``conversations``; the roles of ROLES; contents that are strings, null or text parts;
-    tool calls with their arguments as an object or as JSON, once or twice encoded, or as ``function_call``; ``tools`` as a
-    list or as JSON. Raises BadConversation.
+    tool calls with their arguments as an object or as JSON, once or twice encoded, or as ``function_call``; ``tools`` or
+    ``functions`` as a list or as JSON. Raises BadConversation.
     """
     messages = (row.get("messages") or row.get("conversations")) if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -217,10 +235,7 @@ def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
     messages = [read_message(message, i, answered and i == last) for i, message in enumerate(messages)]
     if all(message["role"] != "assistant" for message in messages):
         raise BadConversation("no assistant turn")
-    tools = parse(row.get("tools") or None, "tools are not a list of schemas") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadConversation("tools are not a list of schemas", repr(tools)[:80])
-    return messages, tools
+    return messages, read_tools(row.get("tools") or row.get("functions") or None)
 
 
 def is_eval(messages: list[dict], eval_fraction: float) -> bool:

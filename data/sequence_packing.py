@@ -225,7 +225,7 @@ def pack_conversations(
     Returns the manifest. Its "conversations" are the counts of a [`Report`]. Memory does not grow with the file, but for
     about 100 bytes per conversation, by which duplicates are known.
 
-    Raises ValueError: an argument is out of range, the tokenizer is unfit, all masks are zero or one, nothing is left to
+    Raises ValueError: an argument is out of range, the tokenizer is unfit, all masks are one, nothing is left to
     train on, or the unfinished run has other settings. FileExistsError: there is something in ``output``. OSError: reading or
     writing failed. After any of these there is no output; what is done stays in ``<output>.partial``.
     """

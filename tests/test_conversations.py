@@ -65,6 +65,7 @@ def asking(arguments):
         ({"messages": chat("Hello", "half a pair: \ud83d")}, "text is not valid Unicode"),
         ({"messages": chat("Hello", "Hi"), "tools": "get_tide"}, "tools are not a list of schemas"),
         ({"messages": chat("Hello", "Hi"), "tools": [7]}, "tools are not a list of schemas"),
+        ({"messages": chat("Hello", "Hi"), "tools": [{"type": "function", "function": 7}]}, "tool without a name"),
         ({"messages": [HELLO, {"role": "assistant", "content": None, "tool_calls": 7}]}, "tool calls are not a list"),
         ({"messages": [HELLO, {"role": "assistant", "tool_calls": [7]}]}, "tool call without a name"),
         ({"messages": [HELLO, asking('{"hour": 12')]}, "tool call arguments are not JSON"),
@@ -120,6 +121,38 @@ def test_every_way_to_write_a_call_gives_one_form(messages):
         assert read[1]["tool_calls"] == [CALLED] and read[1]["content"] == "" and read[2]["content"] == "2.4"
 
 
+def test_other_ways_to_write_a_message():
+    call = {"name": "get_tide", "arguments": ONCE}
+    answer = {"from": "gpt", "value": "ok", "tool_calls": [call], "reasoning_content": "hm"}
+    read, _ = read_conversation({"conversations": [{"from": "human", "value": "Hello"}, answer]})
+    told = {"role": "assistant", "content": "ok", "tool_calls": [CALLED], "reasoning_content": "hm"}
+    assert read == [HELLO, told]
+    both = [{**HELLO, "from": "human"}, {"role": "assistant", "content": "Hi", "from": "gpt"}]
+    assert [m["content"] for m in read_conversation({"messages": both})[0]] == ["Hello", "Hi"]
+    mixed = [{"role": "user", "value": "Hello"}, {"from": "gpt", "content": "Hi"}]
+    assert read_conversation({"messages": mixed})[0] == chat("Hello", "Hi")
+
+
+def test_every_way_to_give_tools_gives_one_form():
+    nulls = {"x": None, "enum": ["a", None]}
+    function = {"name": "get_tide", "parameters": {"type": "object", "properties": {"at": nulls}}}
+    expected = {"name": "get_tide", "parameters": {"type": "object", "properties": {"at": {"enum": ["a", None]}}}}
+    for name in ("tools", "functions"):
+        for tool in (function, {"type": "function", "function": function, "strict": None}):
+            for given in ([tool], json.dumps([tool])):
+                row = {"messages": chat("Hello", "Hi"), name: given}
+                assert read_conversation(row)[1] == [{"type": "function", "function": expected}]
+    assert read_conversation({"messages": chat("Hello", "Hi"), "tools": "[]"})[1] is None
+    samples, _ = encode_conversation({"messages": [HELLO, asking(ONCE)], "functions": [function]}, chatml(TOOLS))
+    assert '"enum": ["a", null]' in samples[0].chat.text and '"x"' not in samples[0].chat.text
+
+
+def test_reasons_are_short():
+    with pytest.raises(BadConversation) as caught:
+        read_conversation({"messages": [HELLO, asking(["x" * 3_000_000])]})
+    assert len(str(caught.value)) < 200 and str(caught.value).endswith("xxx...")
+
+
 def test_results_that_are_objects_become_json():
     messages = [HELLO, asking(ONCE), {"role": "tool", "content": {"height": [1, None], "sea": "å"}}]
     assert read_conversation({"messages": messages})[0][2]["content"] == '{"height": [1, null], "sea": "å"}'
@@ -134,7 +167,7 @@ def test_other_names_of_roles():
 def test_an_answer_the_template_drops_is_no_supervision():
     silent = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'assistant' %}")
     silent = silent.replace("{{ '<|im_start|>assistant\n' }}", "")
-    assert reason_of({"messages": chat("Hello", "Hi")}, chatml(silent)) == "no supervised token"
+    assert reason_of({"messages": chat("Hello", "Hi")}, chatml(silent)) == "template drops the assistant's text"
 
 
 def test_text_parts_are_joined_and_the_row_is_left_alone():

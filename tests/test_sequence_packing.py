@@ -202,18 +202,14 @@ def test_another_run_leaves_the_output_alone(tmp_path):
     run(tmp_path, many_rows(20), name="empty")
 
 
-@pytest.mark.parametrize(("value", "word"), [(0, "no token"), (1, "every token")])
-def test_a_wrong_mask_stops_the_run(tmp_path, monkeypatch, value, word):
-    def broken(*arguments):
-        samples, changes = encode_conversation(*arguments)
-        for sample in samples:
-            sample.loss_mask = [value] * len(sample.loss_mask)
-        return samples, changes
-
-    monkeypatch.setattr(windows, "encode_conversation", broken)
-    with pytest.raises(ValueError, match=f"supervise {word}: the chat template of tokenizer 'tiny'"):
-        run(tmp_path, many_rows(20))
-    assert os.listdir(tmp_path) == ["chats.jsonl"]
+def test_a_chat_without_a_prompt_is_skipped_and_a_template_that_shows_none_stops_the_run(tmp_path):
+    bare, empty = chatml("{% for m in messages %}{{ m.content }}{% endfor %}"), {"messages": chat("", "Hi")}
+    counts = run(tmp_path, [empty, *many_rows(20)], bare)["conversations"]
+    assert counts["skipped: every token is supervised"] == 1 and counts["read"] == 21
+    fault = "every token is supervised in every conversation that could be read: the chat template of tokenizer 'tiny'"
+    with pytest.raises(ValueError, match=fault):
+        run(tmp_path, [empty, {"messages": chat("", "Ho")}, {}], bare, name="none")
+    assert set(os.listdir(tmp_path)) == {"chats.jsonl", "blocks"}
 
 
 def test_no_output_without_conversations(tmp_path):
