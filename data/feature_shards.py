@@ -67,11 +67,14 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor], notes: dict) -> No
     Raises OSError where it could not be written, for want of space for example.
     """
     written = path.parent / PARTIAL / path.name
+    written.touch()
+    mode = written.stat().st_mode  # as files are made here; safetensors' own are their user's alone
     try:
         # One entry, as safetensors writes several in random order: equal shards shall be equal files.
         save_file(tensors, written, {NOTES: json.dumps(notes | {"sha256": digest(tensors)})})
     except SafetensorError as error:  # of the operating system's errors too
         raise OSError(f"{path} could not be written: {error}. Make room, then {AGAIN}") from error
+    written.chmod(mode)
     _move(written, path)
 
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from itertools import dropwhile, islice
+from itertools import chain, dropwhile, islice
 from pathlib import Path
 
 import numpy as np
@@ -107,12 +107,14 @@ def pack_file(source, tokenizer, *, max_seq_len: int, progress: bool = True, **o
 class Progress:
     """What an unfinished run has done: in ``folder``, the settings, one record for each chunk, and the blocks so far.
 
+    ``whole`` is for a block of one whole conversation, to be shown.
+
     Raises ValueError where it was begun with other ``settings`` (a dict that JSON can hold).
     """
 
     def __init__(self, folder: Path, settings: dict):
         self.folder, self.blocks = folder, folder / "blocks"
-        self.row, self.report, self.seen = 0, Report(), {}
+        self.row, self.report, self.seen, self.whole = 0, Report(), {}, []
         self.counts = {side: Counter(shards=0, **dict.fromkeys(COUNTS, 0)) for side in SIDES}
         if not self.blocks.exists():  # records of a run that was killed once its blocks were the output
             for record in folder.glob("*.json"):
@@ -219,8 +221,8 @@ def pack_conversations(
     """Encode, de-duplicate, split, cut and pack conversations into the folder ``output``, going on with a killed run.
 
     ``source``: see `read_rows`. ``tokenizer``: a fast one with a chat template. ``max_seq_len``: tokens per block, at least 8.
-    See `read_windows` for the rest. ``progress``: show a bar, then the counts and one window with its supervised tokens in
-    brackets.
+    See `read_windows` for the rest. ``progress``: show a bar, then the counts and one conversation, a whole one if there
+    is one, with its supervised tokens in brackets.
 
     Returns the manifest. Its "conversations" are the counts of a [`Report`]. Memory does not grow with the file, but for
     about 100 bytes per conversation, by which duplicates are known.
@@ -273,7 +275,9 @@ def pack_conversations(
                 key: f"{n:.1%}" if key == "fill" else f"{n:,}" for key, n in manifest[side].items() if n is not None
             }
             print(f"{side}:", ", ".join(f"{key} {n}" for key, n in counts.items()))
-        print("a sample, supervised tokens in brackets:", first_sample(blocks_of(output), tokenizer), sep="\n")
+        # In the blocks the first may well be a window that begins or ends within a turn.
+        sample = first_sample(chain(done.whole, blocks_of(output)), tokenizer)
+        print("a sample, supervised tokens in brackets:", sample, sep="\n")
     return manifest
 
 
@@ -284,6 +288,10 @@ def write_chunks(done: Progress, rows, tokenizer, *, max_seq_len: int, **options
     windows, tokens, known = {side: [] for side in SIDES}, 0, len(done.seen)
     for row, side, cut in read_windows(left, tokenizer, done.report, done.seen, max_seq_len=max_seq_len, **options):
         windows[side] += cut
+        if not done.whole and len(cut) == 1:
+            done.whole = [
+                {name: cut[0][name].tolist() for name in cut[0]} | {"seq_lengths": [len(cut[0]["input_ids"])]}
+            ]
         tokens += sum(len(window["input_ids"]) for window in cut)
         if tokens >= size:
             done.write(row, windows, known, max_seq_len)
@@ -327,13 +335,17 @@ def load_blocks(folder, tokenizer=None, *, cache_dir=None) -> DatasetDict:
     ``tokenizer``: if given, it has to be the one that the blocks were made with. ``cache_dir``: where datasets keeps its
     memory-mapped copy; its own cache if unset.
 
-    Raises FileNotFoundError: the manifest or a shard is missing. ValueError: blocks are missing, or the tokenizer or its
-    chat template is another one.
+    Raises FileNotFoundError: the manifest or a shard is missing. ValueError: the folder holds features, blocks are
+    missing, or the tokenizer or its chat template is another one.
     """
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
         raise FileNotFoundError(f"{folder} has no {MANIFEST}: make the blocks with python -m data.sequence_packing")
     manifest = json.loads((folder / MANIFEST).read_text())
+    if "layer_ids" in manifest:
+        raise ValueError(
+            f"{folder} holds features, not blocks: name it with --feature_dir, or the folder of the blocks here"
+        )
     if tokenizer is not None:
         hashes = {"tokenizer": tokenizer_fingerprint(tokenizer), "chat_template": template_hash(tokenizer)}
         for name, value in hashes.items():

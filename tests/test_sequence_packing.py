@@ -161,6 +161,9 @@ def test_blocks_are_refused_where_they_do_not_fit(tmp_path):
     (folder / "data" / "train-00000-of-00001.parquet").unlink()
     with pytest.raises(FileNotFoundError):
         load_blocks(folder, tokenizer, cache_dir=cache)
+    (folder / "manifest.json").write_text('{"layer_ids": [1]}')
+    with pytest.raises(ValueError, match="holds features, not blocks: name it with --feature_dir"):
+        load_blocks(folder, tokenizer, cache_dir=cache)
     (folder / "manifest.json").unlink()
     with pytest.raises(FileNotFoundError, match="has no manifest.json"):
         load_blocks(folder, tokenizer, cache_dir=cache)
@@ -229,7 +232,16 @@ def test_the_report_and_the_sample(tmp_path, capsys):
     run(tmp_path, [*many_rows(20), {"messages": []}], progress=True)
     shown = capsys.readouterr().out
     assert "21 read; " in shown and "1 skipped: no messages (first in line 21: no messages)" in shown
-    assert "⟦Answer 0.1 " in shown and re.search(r"fill \d\d\.\d%", shown)
+    assert "⟦Answer 1.1 " in shown and re.search(r"fill \d\d\.\d%", shown)
+
+
+def test_the_sample_is_a_whole_conversation_if_there_is_one(tmp_path, capsys):
+    long = {"messages": chat("Hello", "x" * 500)}
+    run(tmp_path, [long, {"messages": chat("Hello", "Hi")}], progress=True, eval_fraction=0)
+    sample = capsys.readouterr().out.partition("brackets:\n")[2]
+    assert sample == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n⟦Hi<|im_end|>⟧\n\n"
+    run(tmp_path, [long], name="windows", progress=True, eval_fraction=0)
+    assert "⟦xxx" in capsys.readouterr().out.partition("brackets:\n")[2]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -256,6 +268,8 @@ def test_the_command(tmp_path, tokenizer_folder):
     assert stored[0] == stored[1]
     with pytest.raises(SystemExit, match="error: .* is there already: delete it, or name another output"):
         sequence_packing.main(["--input", str(tmp_path / "chats.jsonl"), *map(str, options)])
+    with pytest.raises(SystemExit, match="error: There is no folder /nope, and a Hub id would read owner/model"):
+        sequence_packing.main(["--input", "none.jsonl", "--output", "none", "--tokenizer", "/nope"])
     with pytest.raises(SystemExit, match="error: there is no file or folder none.jsonl"):
         sequence_packing.main(["--input", "none.jsonl", "--output", "none", "--tokenizer", str(tokenizer_folder)])
 
