@@ -135,8 +135,11 @@ class Chat:
     def until(self, count: int) -> str:
         """The text of the chat's first ``count`` messages alone."""
         if count not in self.prefixes:
-            self.prefixes[count] = render(self.tokenizer, self.messages[:count], self.tools)
-        return self.prefixes[count]
+            prefix = render(self.tokenizer, self.messages[:count], self.tools)
+            # All prefixes of a chat of many turns would take much memory, and nearly all are parts of its text.
+            self.prefixes[count] = len(prefix) if self.text.startswith(prefix) else prefix
+        prefix = self.prefixes[count]
+        return self.text[:prefix] if isinstance(prefix, int) else prefix
 
     def prompt(self, count: int) -> str:
         """What the target is shown to answer the first ``count`` messages."""
