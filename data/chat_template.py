@@ -41,6 +41,13 @@ def render(tokenizer, messages: list[dict], tools, prompt: bool = False) -> str:
     return text
 
 
+def is_named(tool: dict, text: str) -> bool:
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name in text
+    return False
+
+
 def tools_as_text(messages: list[dict], tools) -> tuple[list[dict], None]:
     """Tools, calls and results written into plain turns, with the tags that Hermes and Qwen models were trained on."""
     plain = []
@@ -51,14 +58,13 @@ def tools_as_text(messages: list[dict], tools) -> tuple[list[dict], None]:
             content = "\n".join([content] * bool(content) + [f"<tool_call>\n{call}\n</tool_call>" for call in calls])
         if role == "tool":
             role = "user"
-            if "<tool_response>" not in content:  # the same
+            if "<tool_response>" not in content:  # as with the tools below
                 content = f"<tool_response>\n{content}\n</tool_response>"
         kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
         plain.append({**kept, "role": role, "content": content})
     lead = plain[0]["content"].partition("<tools>")[2] if plain[0]["role"] == "system" else ""
-    if tools and not all(
-        tool["function"]["name"] in lead for tool in tools
-    ):  # else written so by whoever wrote the log
+    # What is there already was written so by whoever wrote the log.
+    if tools and not all(is_named(tool, lead) for tool in tools):
         schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         text = (
             f"These functions can be called, by their name and arguments as JSON between <tool_call> and </tool_call>:\n"

@@ -205,7 +205,7 @@ def read_message(message, index: int, answered: bool) -> dict:
 
 
 def read_tools(tools) -> list[dict] | None:
-    """Schemas without null keys, each as ``{"type": "function", "function": {"name": str, ...}}``; None if there are none."""
+    """Schemas without null keys, those of functions as ``{"type": "function", "function": {"name": ...}}``; None for none."""
     fault = "tools are not a list of schemas"
     tools = without_nulls(parse(tools, fault)) or None
     if tools is None:
@@ -213,11 +213,9 @@ def read_tools(tools) -> list[dict] | None:
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise BadConversation(fault, repr(tools))
     # A definition may stand by itself, as in OpenAI's older ``functions``.
-    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-    functions = [tool["function"] for tool in tools]
-    if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
-        raise BadConversation("tool without a name", repr(tools))
-    return tools
+    return [
+        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
+    ]
 
 
 def read_conversation(row) -> tuple[list[dict], list[dict] | None]:

@@ -65,7 +65,6 @@ def asking(arguments):
         ({"messages": chat("Hello", "half a pair: \ud83d")}, "text is not valid Unicode"),
         ({"messages": chat("Hello", "Hi"), "tools": "get_tide"}, "tools are not a list of schemas"),
         ({"messages": chat("Hello", "Hi"), "tools": [7]}, "tools are not a list of schemas"),
-        ({"messages": chat("Hello", "Hi"), "tools": [{"type": "function", "function": 7}]}, "tool without a name"),
         ({"messages": [HELLO, {"role": "assistant", "content": None, "tool_calls": 7}]}, "tool calls are not a list"),
         ({"messages": [HELLO, {"role": "assistant", "tool_calls": [7]}]}, "tool call without a name"),
         ({"messages": [HELLO, asking('{"hour": 12')]}, "tool call arguments are not JSON"),
@@ -143,6 +142,9 @@ def test_every_way_to_give_tools_gives_one_form():
                 row = {"messages": chat("Hello", "Hi"), name: given}
                 assert read_conversation(row)[1] == [{"type": "function", "function": expected}]
     assert read_conversation({"messages": chat("Hello", "Hi"), "tools": "[]"})[1] is None
+    odd = [{"type": "web_search"}, {"type": "function", "function": 7}]
+    samples, changes = encode_conversation({"messages": chat("Hello", "Hi", system="<tools>"), "tools": odd}, chatml())
+    assert changes == ["tools written as text"] and '{"type": "web_search"}' in samples[0].chat.text
     samples, _ = encode_conversation({"messages": [HELLO, asking(ONCE)], "functions": [function]}, chatml(TOOLS))
     assert '"enum": ["a", null]' in samples[0].chat.text and '"x"' not in samples[0].chat.text
 
