@@ -99,7 +99,7 @@ def system_in_user(messages: list[dict], tools) -> tuple[list[dict], None]:
     return merged, None
 
 
-# What is tried in turn where a template refuses a chat or leaves something out, under the name that the report counts it by.
+# What is tried in turn where a template refuses a chat or leaves something out, under the name in the report.
 FALLBACKS = {
     "tools written as text": tools_as_text,
     "turns of one role merged": roles_merged,

@@ -19,13 +19,13 @@ ROLES |= {"developer": "system", "human": "user", "gpt": "assistant", "model": "
 ROLES |= dict.fromkeys(("function", "ipython", "observation", "tool_response"), "tool")
 
 
-# Levels of nesting that a row may have. Templates and writers of JSON recurse into it, and Python ends that at 1000 calls.
+# Levels of nesting that a row may have. Templates and writers of JSON recurse, and Python ends that at 1000 calls.
 DEEPEST = 100
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 class BadConversation(ValueError):
-    """A row that cannot be trained on. ``reason`` is short and stable, to count by; ``str()`` adds the detail, cut short."""
+    """A row that cannot be trained on. ``reason`` is short and stable, to count by; ``str()`` adds a short detail."""
 
     def __init__(self, reason: str, detail: str = ""):
         detail = detail if len(detail) <= 100 else f"{detail[:100]}..."
@@ -88,7 +88,7 @@ def as_text(value) -> str:
 
 
 def from_arrow(row: dict) -> dict:
-    """A row of Arrow as JSON Lines would have it: without the keys that others have, and with dates and such as text."""
+    """A row of Arrow as JSON Lines would have it: without the keys of other rows, and with dates and such as text."""
     return json.loads(json.dumps(without_nulls(row), default=as_text))
 
 
@@ -104,14 +104,14 @@ def read_parquet(path) -> Iterator[dict]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files of a folder that `read_rows` reads, in their order: all but hidden ones and the manifests of our steps.
+    """The files of a folder that `read_rows` reads, in order: all but hidden ones and manifests of our steps.
 
     Raises ValueError where there is none, or what `save_to_disk` wrote.
     """
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     if any(file.suffix == ".arrow" for file in files):
         raise ValueError(
-            f"{folder} holds Arrow files, which save_to_disk writes: save the data set with to_parquet or to_json instead"
+            f"{folder} holds Arrow files, as of save_to_disk: save the data set with to_parquet or to_json instead"
         )
     files = [file for file in files if file.suffix in SUFFIXES and file.name != "manifest.json"]
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
@@ -123,8 +123,8 @@ def files_of(folder: Path) -> list[Path]:
 def read_rows(source: str | Path) -> Iterator[tuple[int, dict | BadConversation]]:
     """Yield (number from 1, row) of a file, of a folder, or of the train split of a data set.
 
-    ``source``: a JSON Lines file (see `read_jsonl`), local or ``hf://``; a Parquet file; a folder, of which all such files
-    are read (see `files_of`), under numbers that go on from file to file; or the id of a data set on the Hub, which is
+    ``source``: a JSON Lines file (see `read_jsonl`), local or ``hf://``; a Parquet file; a folder, whose files are all
+    read (see `files_of`), under numbers that go on from file to file; or the id of a data set on the Hub, which is
     streamed. Raises OSError or ValueError where it cannot be read.
     """
     path, name = Path(source), str(source)
@@ -205,7 +205,7 @@ def read_message(message, index: int, answered: bool) -> dict:
 
 
 def read_tools(tools) -> list[dict] | None:
-    """Schemas without null keys, those of functions as ``{"type": "function", "function": {"name": ...}}``; None for none."""
+    """Schemas without null keys, functions as ``{"type": "function", "function": {"name": ...}}``; None for none."""
     fault = "tools are not a list of schemas"
     tools = without_nulls(parse(tools, fault)) or None
     if tools is None:
@@ -222,8 +222,8 @@ def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
     """The messages and tools of a row in OpenAI's format, whatever format it has; the row is left as it is.
 
     Takes ``messages`` or ShareGPT's ``conversations``; the roles of ROLES; contents that are strings, null or text parts;
-    tool calls with their arguments as an object or as JSON, once or twice encoded, or as ``function_call``; ``tools`` or
-    ``functions`` as a list or as JSON. Raises BadConversation.
+    tool calls with their arguments as an object or as JSON, once or twice encoded, or as ``function_call``; ``tools``
+    or ``functions`` as a list or as JSON. Raises BadConversation.
     """
     messages = (row.get("messages") or row.get("conversations")) if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -237,7 +237,7 @@ def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
 
 
 def is_eval(messages: list[dict], eval_fraction: float) -> bool:
-    """Side by a hash of what is said up to the first user turn: other answers to it and longer versions share its side."""
+    """Side by a hash of what is said up to the first user turn: other answers and longer versions share its side."""
     asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
     # White space and other keys, as ids and times, do not make it another text.
     opening = [{"content": " ".join(m["content"].split()), "role": m["role"]} for m in messages[: asked + 1]]

@@ -221,8 +221,8 @@ def pack_conversations(
     """Encode, de-duplicate, split, cut and pack conversations into the folder ``output``, going on with a killed run.
 
     ``source``: see `read_rows`. ``tokenizer``: a fast one with a chat template. ``max_seq_len``: tokens per block, at least 8.
-    See `read_windows` for the rest. ``progress``: show a bar, then the counts and one conversation, a whole one if there
-    is one, with its supervised tokens in brackets.
+    See `read_windows` for the rest. ``progress``: show a bar, then the counts and one conversation, a whole one if
+    there is one, with its supervised tokens in brackets.
 
     Returns the manifest. Its "conversations" are the counts of a [`Report`]. Memory does not grow with the file, but for
     about 100 bytes per conversation, by which duplicates are known.
@@ -318,7 +318,7 @@ def blocks_of(folder: Path) -> Iterator[dict]:
 
 
 def fingerprint(source) -> dict:
-    """Name and, of what is local, a hash of the contents; of a folder, over the names and the contents of its files."""
+    """Name and, of what is local, a hash of the contents; of a folder, over the names and contents of its files."""
     path = Path(source)
     if path.is_dir():
         parts = [[str(file.relative_to(path)), fingerprint(file)["sha256"]] for file in files_of(path)]
@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--input",
         required=True,
-        help="conversations: a JSON Lines file, local or hf://, a Parquet file, a folder of both, or a data set of the Hub",
+        help="conversations: a JSON Lines file, local or hf://, a Parquet file, a folder, or a data set of the Hub",
     )
     parser.add_argument("--output", required=True, help="folder for the blocks; it must not exist yet, or be empty")
     parser.add_argument("--max_seq_len", type=int, default=4096, help="tokens per block and window (%(default)s)")

@@ -170,8 +170,8 @@ def read_windows(
     before each conversation is yielded. ``eval_fraction``: the share that goes to eval, by their own text, so that no conversation is on
     both sides and none changes sides when rows are added. See `encode_conversation` for the rest.
 
-    Yields (row number, "train" or "eval", windows). Raises ValueError where the tokenizer is unfit, or its template has every
-    token of every conversation supervised.
+    Yields (row number, "train" or "eval", windows). Raises ValueError where the tokenizer is unfit, or its template has
+    every token of every conversation supervised.
     """
     if max_seq_len < 8 or not 0 <= eval_fraction <= 1:
         raise ValueError(f"need max_seq_len >= 8 and 0 <= eval_fraction <= 1, got {max_seq_len} and {eval_fraction}")
