@@ -97,6 +97,8 @@ def load_target(
 def load_tokenizer(name: str | None = None) -> tuple[PreTrainedTokenizerBase, set[int]]:
     """The tokenizer of a target alone, and the ids that end its turns; see `load_target` for `name` and the errors."""
     source = os.path.expanduser(name or (DEFAULT_TARGET if _hub_answers(DEFAULT_TARGET) else _find_default()))
+    if not os.path.isdir(source):
+        _require_repo_id(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
     try:
         config = GenerationConfig.from_pretrained(source)
@@ -135,10 +137,7 @@ def _load(source: str, dtype: torch.dtype | str, attn_implementation: str, **whe
 
 def _load_from_hub(repo: str, dtype: torch.dtype | str, attn_implementation: str, revision: str) -> tuple:
     """`_load` from the Hub or, where that does not answer, from its local cache alone."""
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise FileNotFoundError(f"There is no folder {repo}, and a Hub id would read owner/model.") from error
+    _require_repo_id(repo)
     online = _hub_answers(repo)
     try:
         return _load(repo, dtype, attn_implementation, revision=revision, local_files_only=not online)
@@ -151,6 +150,13 @@ def _load_from_hub(repo: str, dtype: torch.dtype | str, attn_implementation: str
                 "private model, accept its terms on its page and run `hf auth login`."
             )
         raise OSError(f"Could not load {repo}: {reason}. {advice}") from error
+
+
+def _require_repo_id(name: str) -> None:
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise FileNotFoundError(f"There is no folder {name}, and a Hub id would read owner/model.") from error
 
 
 def _hub_answers(repo: str) -> bool:

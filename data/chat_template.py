@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
-import numpy as np
 from jinja2 import TemplateError
 
 from data.conversations import BadConversation, read_conversation
@@ -32,9 +31,21 @@ def render(tokenizer, messages: list[dict], tools, prompt: bool = False) -> str:
         text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON may spell but no tokenizer takes
         raise BadConversation("text is not valid Unicode") from None
-    except (TemplateError, TypeError, ValueError) as error:  # malformed tool calls fail as Python errors
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as error:  # malformed tool calls fail as Python errors
         raise BadConversation("template refused", str(error)) from error
     return text
+
+
+def is_named(tool: dict, text: str) -> bool:
+    match tool:
+        case {"function": {"name": str(name)}}:
+            return name in text
+    return False
 
 
 def tools_as_text(messages: list[dict], tools) -> tuple[list[dict], None]:
@@ -47,11 +58,13 @@ def tools_as_text(messages: list[dict], tools) -> tuple[list[dict], None]:
             content = "\n".join([content] * bool(content) + [f"<tool_call>\n{call}\n</tool_call>" for call in calls])
         if role == "tool":
             role = "user"
-            if "<tool_response>" not in content:  # written so by whoever wrote the log
+            if "<tool_response>" not in content:  # as with the tools below
                 content = f"<tool_response>\n{content}\n</tool_response>"
         kept = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
         plain.append({**kept, "role": role, "content": content})
-    if tools and not (plain[0]["role"] == "system" and "<tools>" in plain[0]["content"]):
+    lead = plain[0]["content"].partition("<tools>")[2] if plain[0]["role"] == "system" else ""
+    # What is there already was written so by whoever wrote the log.
+    if tools and not all(is_named(tool, lead) for tool in tools):
         schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         text = (
             f"These functions can be called, by their name and arguments as JSON between <tool_call> and </tool_call>:\n"
@@ -86,7 +99,7 @@ def system_in_user(messages: list[dict], tools) -> tuple[list[dict], None]:
     return merged, None
 
 
-# What is tried in turn where a template refuses a chat or leaves out tools, under the name that the report counts it by.
+# What is tried in turn where a template refuses a chat or leaves something out, under the name in the report.
 FALLBACKS = {
     "tools written as text": tools_as_text,
     "turns of one role merged": roles_merged,
@@ -102,7 +115,7 @@ class Chat:
         prompt (`bool`): End with the generation prompt; ``asks`` says so.
 
     Attributes: ``text`` (str), its token ids ``ids`` (list[int]) and their character ``spans`` (list of pairs). Raises
-    BadConversation where the template refuses it, or leaves out the tools or the tool calls.
+    BadConversation where the template refuses it, or leaves out the tools, the tool calls or the text of a message.
     """
 
     def __init__(self, tokenizer, messages: list[dict], tools, prompt: bool = False):
@@ -116,6 +129,10 @@ class Chat:
                 ignored = False
             if ignored:
                 raise BadConversation(f"template ignores {name}")
+        for message in messages:
+            words = message["content"].rpartition("</think>")[2].strip()  # earlier thoughts may be dropped
+            if words not in self.text and json.dumps(words, ensure_ascii=False)[1:-1] not in self.text:
+                raise BadConversation(f"template drops the {message['role']}'s text", words)
         # As the template's own tokenisation: without a second BOS next to the template's.
         encoded = tokenizer(self.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         self.ids, self.spans = encoded["input_ids"], encoded["offset_mapping"]
@@ -124,8 +141,11 @@ class Chat:
     def until(self, count: int) -> str:
         """The text of the chat's first ``count`` messages alone."""
         if count not in self.prefixes:
-            self.prefixes[count] = render(self.tokenizer, self.messages[:count], self.tools)
-        return self.prefixes[count]
+            prefix = render(self.tokenizer, self.messages[:count], self.tools)
+            # All prefixes of a chat of many turns would take much memory, and nearly all are parts of its text.
+            self.prefixes[count] = len(prefix) if self.text.startswith(prefix) else prefix
+        prefix = self.prefixes[count]
+        return self.text[:prefix] if isinstance(prefix, int) else prefix
 
     def prompt(self, count: int) -> str:
         """What the target is shown to answer the first ``count`` messages."""
@@ -274,13 +294,3 @@ def show_supervision(input_ids: Collection[int], loss_mask: Collection[int], tok
             text = f"{text[: longest // 2]}[... {len(text) - longest} characters ...]{text[-longest // 2 :]}"
         shown += f"⟦{text}⟧" if supervised else text
     return shown
-
-
-def check_masks(masks: Iterable[Collection[int]], tokenizer) -> None:
-    """Raise ValueError, naming the tokenizer, where all masks together are all zero (or empty) or all one."""
-    count = ones = total = 0
-    for mask in masks:
-        count, ones, total = count + 1, ones + int(np.sum(mask)), total + len(mask)
-    if ones in (0, total):
-        cause = f"the chat template of tokenizer {tokenizer.name_or_path!r} does not fit this data"
-        raise ValueError(f"{count} conversations supervise {'every' if ones else 'no'} token: {cause}")

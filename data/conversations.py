@@ -6,11 +6,12 @@ Nothing is dropped silently: a row that cannot be used is a [`BadConversation`] 
 import hashlib
 import json
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
 
 from datasets import load_dataset
 from huggingface_hub import HfFileSystem
+from pyarrow import ArrowInvalid
+from pyarrow.parquet import ParquetFile
 
 
 ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
@@ -18,12 +19,39 @@ ROLES |= {"developer": "system", "human": "user", "gpt": "assistant", "model": "
 ROLES |= dict.fromkeys(("function", "ipython", "observation", "tool_response"), "tool")
 
 
+# Levels of nesting that a row may have. Templates and writers of JSON recurse, and Python ends that at 1000 calls.
+DEEPEST = 100
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
 class BadConversation(ValueError):
-    """A row that cannot be trained on. ``reason`` is short and stable, to count by; ``str()`` adds the detail."""
+    """A row that cannot be trained on. ``reason`` is short and stable, to count by; ``str()`` adds a short detail."""
 
     def __init__(self, reason: str, detail: str = ""):
+        detail = detail if len(detail) <= 100 else f"{detail[:100]}..."
         super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
+
+
+def parse(value, fault: str = "invalid JSON"):
+    """``value``, or what it says if it is a string of JSON.
+
+    Raises BadConversation: with ``fault`` as its reason where it is no JSON, or where it is nested too deeply.
+    """
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+        if depth(value) <= DEEPEST:
+            return value
+    except RecursionError:
+        pass
+    except ValueError as error:
+        raise BadConversation(fault, str(error)) from error
+    raise BadConversation("nested too deeply", f"a row may have {DEEPEST} levels")
+
+
+def depth(value) -> int:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + max(map(depth, inside), default=0)
 
 
 def read_jsonl(path) -> Iterator[tuple[int, dict | BadConversation]]:
@@ -38,10 +66,11 @@ def read_jsonl(path) -> Iterator[tuple[int, dict | BadConversation]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                fault = "invalid UTF-8" if isinstance(error, UnicodeDecodeError) else "invalid JSON"
-                row = BadConversation(fault, str(error))
+                row = parse(line.decode())
+            except UnicodeDecodeError as error:
+                row = BadConversation("invalid UTF-8", str(error))
+            except BadConversation as bad:
+                row = bad
             if not isinstance(row, dict | BadConversation):
                 row = BadConversation("row is not an object", type(row).__name__)
             yield number, row
@@ -54,21 +83,64 @@ def without_nulls(value):
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def read_rows(source: str | Path) -> Iterator[tuple[int, dict | BadConversation]]:
-    """Yield (number from 1, row) of a JSON Lines file, local or ``hf://``, or of the train split of a data set.
+def as_text(value) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
-    ``source``: a file (see `read_jsonl`), or whatever `datasets.load_dataset` takes: a Hub id, a folder of Parquet files;
-    it is streamed. Raises OSError where it cannot be read.
+
+def from_arrow(row: dict) -> dict:
+    """A row of Arrow as JSON Lines would have it: without the keys of other rows, and with dates and such as text."""
+    return json.loads(json.dumps(without_nulls(row), default=as_text))
+
+
+def read_parquet(path) -> Iterator[dict]:
+    """Yield the rows of a Parquet file. Raises ValueError where it is none."""
+    try:
+        file = ParquetFile(path)
+    except ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read as Parquet: {error}") from error
+    with file:
+        for batch in file.iter_batches(batch_size=1024):
+            yield from map(from_arrow, batch.to_pylist())
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder that `read_rows` reads, in order: all but hidden ones and manifests of our steps.
+
+    Raises ValueError where there is none, or what `save_to_disk` wrote.
     """
-    if Path(source).is_file() or str(source).endswith((".jsonl", ".json")):
-        yield from read_jsonl(source)
-        return
-    if not Path(source).exists() and str(source).count("/") != 1:
-        raise FileNotFoundError(
-            f"there is no file {source}, and the id of a data set on the Hub would read owner/name"
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    if any(file.suffix == ".arrow" for file in files):
+        raise ValueError(
+            f"{folder} holds Arrow files, as of save_to_disk: save the data set with to_parquet or to_json instead"
         )
-    for number, row in enumerate(load_dataset(str(source), split="train", streaming=True), start=1):
-        yield number, without_nulls(row)
+    files = [file for file in files if file.suffix in SUFFIXES and file.name != "manifest.json"]
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    if not files:
+        raise ValueError(f"{folder} holds no {', '.join(SUFFIXES)} file: name the folder of the conversations")
+    return files
+
+
+def read_rows(source: str | Path) -> Iterator[tuple[int, dict | BadConversation]]:
+    """Yield (number from 1, row) of a file, of a folder, or of the train split of a data set.
+
+    ``source``: a JSON Lines file (see `read_jsonl`), local or ``hf://``; a Parquet file; a folder, whose files are all
+    read (see `files_of`), under numbers that go on from file to file; or the id of a data set on the Hub, which is
+    streamed. Raises OSError or ValueError where it cannot be read.
+    """
+    path, name = Path(source), str(source)
+    if path.is_dir():
+        rows = (row for file in files_of(path) for _, row in read_rows(file))
+        yield from enumerate(rows, start=1)
+    elif path.is_file() and path.suffix == ".parquet":
+        yield from enumerate(read_parquet(path), start=1)
+    elif path.is_file() or name.startswith("hf://") and path.suffix in SUFFIXES[:2]:
+        yield from read_jsonl(source)
+    elif name.count("/") != 1 or path.suffix in SUFFIXES:
+        raise FileNotFoundError(
+            f"there is no file or folder {source}, and the id of a data set on the Hub would read owner/name"
+        )
+    else:
+        yield from enumerate(map(from_arrow, load_dataset(name, split="train", streaming=True)), start=1)
 
 
 def read_call(call) -> dict:
@@ -77,13 +149,11 @@ def read_call(call) -> dict:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadConversation("tool call without a name")
     arguments = function.get("arguments", function.get("parameters", {}))
-    try:
-        while isinstance(arguments, str):  # some logs encode it twice
-            arguments = json.loads(arguments or "{}")
-    except ValueError as error:
-        raise BadConversation("tool call arguments are not JSON", str(error)) from error
+    fault = "tool call arguments are not JSON"
+    while isinstance(arguments, str):  # some logs encode it twice
+        arguments = parse(arguments or "{}", fault)
     if not isinstance(arguments, dict):
-        raise BadConversation("tool call arguments are not JSON", f"an object is needed, not {arguments!r}")
+        raise BadConversation(fault, f"an object is needed, not {arguments!r}")
     identity = {"id": call["id"]} if call.get("id") is not None else {}
     return {"type": "function", **identity, "function": {"name": function["name"], "arguments": arguments}}
 
@@ -104,12 +174,13 @@ def read_message(message, index: int, answered: bool) -> dict:
         raise BadConversation("message is not an object", type(message).__name__)
     # A template that tests for a key would print the null, or an empty list of calls.
     message = {key: value for key, value in message.items() if value is not None and value != []}
-    if "from" in message:  # ShareGPT
-        message = {"role": message["from"], "content": message.get("value", "")}
+    for name, other in (("role", "from"), ("content", "value")):  # ShareGPT
+        if name not in message and other in message:
+            message[name] = message.pop(other)
     role, calls, given = message.get("role"), message.get("tool_calls", []), "content" in message
     content = message.get("content", "")
     if role == "function_call":  # ShareGPT with tools: the content is the call
-        role, calls, content = "assistant", [as_object(content)], ""
+        role, calls, content = "assistant", [parse(content, "tool call without a name")], ""
     if not isinstance(role, str) or role not in ROLES:
         raise BadConversation("unknown role", repr(role))
     if ROLES[role] == "tool" and not isinstance(content, str) and not is_parts(content):
@@ -133,20 +204,26 @@ def read_message(message, index: int, answered: bool) -> dict:
     return message
 
 
-def as_object(value):
-    """``value``, parsed if it is a string of JSON."""
-    try:
-        return json.loads(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
+def read_tools(tools) -> list[dict] | None:
+    """Schemas without null keys, functions as ``{"type": "function", "function": {"name": ...}}``; None for none."""
+    fault = "tools are not a list of schemas"
+    tools = without_nulls(parse(tools, fault)) or None
+    if tools is None:
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise BadConversation(fault, repr(tools))
+    # A definition may stand by itself, as in OpenAI's older ``functions``.
+    return [
+        {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
+    ]
 
 
 def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
     """The messages and tools of a row in OpenAI's format, whatever format it has; the row is left as it is.
 
     Takes ``messages`` or ShareGPT's ``conversations``; the roles of ROLES; contents that are strings, null or text parts;
-    tool calls with their arguments as an object or as JSON, once or twice encoded, or as ``function_call``; ``tools`` as a
-    list or as JSON. Raises BadConversation.
+    tool calls with their arguments as an object or as JSON, once or twice encoded, or as ``function_call``; ``tools``
+    or ``functions`` as a list or as JSON. Raises BadConversation.
     """
     messages = (row.get("messages") or row.get("conversations")) if isinstance(row, dict) else None
     if not isinstance(messages, list) or not messages:
@@ -156,14 +233,13 @@ def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
     messages = [read_message(message, i, answered and i == last) for i, message in enumerate(messages)]
     if all(message["role"] != "assistant" for message in messages):
         raise BadConversation("no assistant turn")
-    tools = as_object(row.get("tools")) or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise BadConversation("tools are not a list of schemas", repr(tools)[:80])
-    return messages, tools
+    return messages, read_tools(row.get("tools") or row.get("functions") or None)
 
 
 def is_eval(messages: list[dict], eval_fraction: float) -> bool:
-    """Side by a hash of all before the first answer: other answers to it and longer versions share its side."""
-    opening = list(takewhile(lambda message: message["role"] != "assistant", messages))
-    digest = hashlib.sha256(json.dumps(opening, sort_keys=True).encode()).digest()
+    """Side by a hash of what is said up to the first user turn: other answers and longer versions share its side."""
+    asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
+    # White space and other keys, as ids and times, do not make it another text.
+    opening = [{"content": " ".join(m["content"].split()), "role": m["role"]} for m in messages[: asked + 1]]
+    digest = hashlib.sha256(json.dumps(opening).encode()).digest()
     return int.from_bytes(digest[:8], "big") < eval_fraction * 2**64

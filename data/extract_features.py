@@ -26,6 +26,7 @@ from data.collator import packed_row
 from data.feature_plan import DTYPES, FeaturePlan, Shard, parse_size
 from data.feature_shards import write_shard
 from data.hub import add_hub_arguments, publish
+from data.sequence_packing import load_blocks
 from data.target_signals import check_isolation, target_signals, to_device
 from target_peagle import load_target
 
@@ -229,6 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_hub_arguments(parser)
     args = parser.parse_args(arguments)
     try:
+        load_blocks(args.input)  # a wrong folder is named before the target's weights are loaded
         device = process_state().device
         target, tokenizer, commit = load_for_extraction(
             args.model_path, args.revision, args.attn_implementation, device

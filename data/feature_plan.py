@@ -5,6 +5,7 @@ import json
 import platform
 import re
 import shutil
+from argparse import ArgumentTypeError
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -37,10 +38,10 @@ NORM = (
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size like 10GB, 500 MB, 1.5GiB or 4096. Raises ValueError."""
+    """Bytes of a size like 10GB, 500 MB, 1.5GiB or 4096. Raises ArgumentTypeError, whose text argparse shows."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if not match or match[2].upper() not in UNITS:
-        raise ValueError(f"{text!r} is not a size: write it like 10GB")
+        raise ArgumentTypeError(f"{text!r} is not a size: write it like 50GB or 500MB")
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 

@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch.utils.data import Dataset, Sampler
 
 from configuration_peagle import tokenizer_fingerprint
+from data.sequence_packing import template_hash
 from data.target_signals import weights_fingerprint
 
 
@@ -66,11 +67,14 @@ def write_shard(path: Path, tensors: dict[str, torch.Tensor], notes: dict) -> No
     Raises OSError where it could not be written, for want of space for example.
     """
     written = path.parent / PARTIAL / path.name
+    written.touch()
+    mode = written.stat().st_mode  # as files are made here; safetensors' own are their user's alone
     try:
         # One entry, as safetensors writes several in random order: equal shards shall be equal files.
         save_file(tensors, written, {NOTES: json.dumps(notes | {"sha256": digest(tensors)})})
     except SafetensorError as error:  # of the operating system's errors too
         raise OSError(f"{path} could not be written: {error}. Make room, then {AGAIN}") from error
+    written.chmod(mode)
     _move(written, path)
 
 
@@ -193,7 +197,7 @@ class FeatureShards(Dataset):
         return self.__dict__ | {"_open": OrderedDict()}  # open files cannot be sent to a worker: it opens its own
 
     def check(self, target, tokenizer, layer_ids: list[int]) -> None:
-        """Refuse features that another target, tokenizer or choice of layers would not give.
+        """Refuse features that this target, tokenizer, chat template or choice of layers would not give.
 
         ``target``: the model, of whose weights a sample is compared; ``layer_ids``: those of the drafter's configuration.
         Raises ValueError naming what differs, with both values.
@@ -204,6 +208,7 @@ class FeatureShards(Dataset):
             "num_hidden_layers": text.num_hidden_layers,
             "layer_ids": list(layer_ids),
             "tokenizer_hash": tokenizer_fingerprint(tokenizer),
+            "chat_template_hash": template_hash(tokenizer),
             "target_weights": weights_fingerprint(target),
         }
         differ = [

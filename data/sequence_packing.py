@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from itertools import dropwhile, islice
+from itertools import chain, dropwhile, islice
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ from trl import pack_dataset
 
 from configuration_peagle import tokenizer_fingerprint
 from data.chat_template import show_supervision
-from data.conversations import read_rows
+from data.conversations import files_of, read_rows
 from data.hub import add_hub_arguments, publish
 from data.windows import Report, read_windows
 from target_peagle import load_tokenizer
@@ -107,13 +107,18 @@ def pack_file(source, tokenizer, *, max_seq_len: int, progress: bool = True, **o
 class Progress:
     """What an unfinished run has done: in ``folder``, the settings, one record for each chunk, and the blocks so far.
 
+    ``whole`` is for a block of one whole conversation, to be shown.
+
     Raises ValueError where it was begun with other ``settings`` (a dict that JSON can hold).
     """
 
     def __init__(self, folder: Path, settings: dict):
         self.folder, self.blocks = folder, folder / "blocks"
-        self.row, self.report, self.seen = 0, Report(), {}
+        self.row, self.report, self.seen, self.whole = 0, Report(), {}, []
         self.counts = {side: Counter(shards=0, **dict.fromkeys(COUNTS, 0)) for side in SIDES}
+        if not self.blocks.exists():  # records of a run that was killed once its blocks were the output
+            for record in folder.glob("*.json"):
+                record.unlink()
         (self.blocks / "data").mkdir(parents=True, exist_ok=True)
         record = folder / "settings.json"
         if record.exists():
@@ -163,7 +168,27 @@ class Progress:
                     os.rename(begun, self.blocks / "data" / name)
         (self.blocks / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         os.rename(self.blocks, output)
-        shutil.rmtree(self.folder)
+
+
+@contextmanager
+def only_writer(partial: Path):
+    """Hold the lock of the folder of an unfinished run, and delete the folder if nothing to go on with is left in it.
+
+    Raises ValueError where another run holds the lock; its folder is left alone.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(partial / "lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        output = partial.with_suffix("")
+        raise ValueError(f"another run is writing {output}: wait for it, or name another output") from None
+    try:
+        yield
+    finally:
+        if not ((partial / "blocks").exists() and (partial / "chunk-00000.json").exists()):
+            shutil.rmtree(partial)
+        lock.release()
 
 
 COUNTS = ("blocks", "windows", "windows_without_supervision", "tokens", "supervised")
@@ -178,7 +203,7 @@ def _shard_names(side: str, shards: int) -> list[str]:
     return [f"{side}-{index:05}-of-{shards:05}.parquet" for index in range(shards)]
 
 
-def _template_hash(tokenizer) -> str:
+def template_hash(tokenizer) -> str:
     """SHA-256 of the chat template or, where there are several, of all of them under their names."""
     return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
 
@@ -196,23 +221,24 @@ def pack_conversations(
     """Encode, de-duplicate, split, cut and pack conversations into the folder ``output``, going on with a killed run.
 
     ``source``: see `read_rows`. ``tokenizer``: a fast one with a chat template. ``max_seq_len``: tokens per block, at least 8.
-    See `read_windows` for the rest. ``progress``: show a bar, then the counts and one window with its supervised tokens in
-    brackets.
+    See `read_windows` for the rest. ``progress``: show a bar, then the counts and one conversation, a whole one if
+    there is one, with its supervised tokens in brackets.
 
     Returns the manifest. Its "conversations" are the counts of a [`Report`]. Memory does not grow with the file, but for
     about 100 bytes per conversation, by which duplicates are known.
 
-    Raises ValueError: an argument is out of range, the tokenizer is unfit, all masks are zero or one, nothing is left to
+    Raises ValueError: an argument is out of range, the tokenizer is unfit, all masks are one, nothing is left to
     train on, or the unfinished run has other settings. FileExistsError: there is something in ``output``. OSError: reading or
     writing failed. After any of these there is no output; what is done stays in ``<output>.partial``.
     """
     output = Path(output)
+    partial = output.with_name(f"{output.name}.partial")
     settings = {
         "max_seq_len": max_seq_len,
         "eval_fraction": eval_fraction,
         "input": fingerprint(source),
         "tokenizer_hash": tokenizer_fingerprint(tokenizer),
-        "chat_template_hash": _template_hash(tokenizer),
+        "chat_template_hash": template_hash(tokenizer),
         "stop_token_ids": sorted(stop_token_ids),
     }
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -220,43 +246,38 @@ def pack_conversations(
         if any(made.get(name) != value for name, value in settings.items()):
             raise FileExistsError(f"{output} is there already: delete it, or name another output")
         print(f"{output} is made already, with the same settings")
+        if partial.exists():
+            with only_writer(partial):  # which deletes it if the run that made the output was killed right after
+                pass
         return made
-    partial = output.with_name(f"{output.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    try:
-        with FileLock(partial / "lock", timeout=0):
-            done = Progress(partial, settings)
-            rows = tqdm(read_rows(source), desc="conversations", unit=" rows", disable=not progress)
-            options = {"eval_fraction": eval_fraction, "stop_token_ids": stop_token_ids}
-            write_chunks(done, rows, tokenizer, max_seq_len=max_seq_len, **options)
-            if progress:
-                print(f"{source}: {done.report}")
-            try:
-                done.report.check(eval_fraction)
-            except ValueError:
-                shutil.rmtree(partial)  # another run would come to the same end
-                raise
-            manifest = settings | {"tokenizer": tokenizer.name_or_path, "conversations": dict(done.report.counts)}
-            for side in SIDES:
-                capacity = done.counts[side]["blocks"] * max_seq_len
-                manifest[side] = done.counts[side] | {
-                    "fill": done.counts[side]["tokens"] / capacity if capacity else None
-                }
-            manifest["versions"] = {"python": platform.python_version()}
-            manifest["versions"] |= {name: version(name) for name in ("transformers", "tokenizers", "datasets", "trl")}
-            done.finish(manifest, output)
-    except Timeout:
-        raise ValueError(f"another run is writing {output}: wait for it, or name another output") from None
-    finally:
-        if partial.exists() and not (partial / "chunk-00000.json").exists():
-            shutil.rmtree(partial)  # nothing to go on with
+    with only_writer(partial):
+        done = Progress(partial, settings)
+        rows = tqdm(read_rows(source), desc="conversations", unit=" rows", disable=not progress)
+        options = {"eval_fraction": eval_fraction, "stop_token_ids": stop_token_ids}
+        write_chunks(done, rows, tokenizer, max_seq_len=max_seq_len, **options)
+        if progress:
+            print(f"{source}: {done.report}")
+        try:
+            done.report.check(eval_fraction)
+        except ValueError:
+            shutil.rmtree(done.blocks)  # another run would come to the same end
+            raise
+        manifest = settings | {"tokenizer": tokenizer.name_or_path, "conversations": dict(done.report.counts)}
+        for side in SIDES:
+            capacity = done.counts[side]["blocks"] * max_seq_len
+            manifest[side] = done.counts[side] | {"fill": done.counts[side]["tokens"] / capacity if capacity else None}
+        manifest["versions"] = {"python": platform.python_version()}
+        manifest["versions"] |= {name: version(name) for name in ("transformers", "tokenizers", "datasets", "trl")}
+        done.finish(manifest, output)
     if progress:
         for side in SIDES:
             counts = {
                 key: f"{n:.1%}" if key == "fill" else f"{n:,}" for key, n in manifest[side].items() if n is not None
             }
             print(f"{side}:", ", ".join(f"{key} {n}" for key, n in counts.items()))
-        print("a sample, supervised tokens in brackets:", first_sample(blocks_of(output), tokenizer), sep="\n")
+        # In the blocks the first may well be a window that begins or ends within a turn.
+        sample = first_sample(chain(done.whole, blocks_of(output)), tokenizer)
+        print("a sample, supervised tokens in brackets:", sample, sep="\n")
     return manifest
 
 
@@ -267,6 +288,10 @@ def write_chunks(done: Progress, rows, tokenizer, *, max_seq_len: int, **options
     windows, tokens, known = {side: [] for side in SIDES}, 0, len(done.seen)
     for row, side, cut in read_windows(left, tokenizer, done.report, done.seen, max_seq_len=max_seq_len, **options):
         windows[side] += cut
+        if not done.whole and len(cut) == 1:
+            done.whole = [
+                {name: cut[0][name].tolist() for name in cut[0]} | {"seq_lengths": [len(cut[0]["input_ids"])]}
+            ]
         tokens += sum(len(window["input_ids"]) for window in cut)
         if tokens >= size:
             done.write(row, windows, known, max_seq_len)
@@ -293,11 +318,15 @@ def blocks_of(folder: Path) -> Iterator[dict]:
 
 
 def fingerprint(source) -> dict:
-    """Name and, of a local file, content hash of what is read."""
-    if not Path(source).is_file():
+    """Name and, of what is local, a hash of the contents; of a folder, over the names and contents of its files."""
+    path = Path(source)
+    if path.is_dir():
+        parts = [[str(file.relative_to(path)), fingerprint(file)["sha256"]] for file in files_of(path)]
+        return {"name": path.name, "sha256": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
+    if not path.is_file():
         return {"name": str(source)}
-    with open(source, "rb") as file:
-        return {"name": Path(source).name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    with path.open("rb") as file:
+        return {"name": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def load_blocks(folder, tokenizer=None, *, cache_dir=None) -> DatasetDict:
@@ -306,15 +335,19 @@ def load_blocks(folder, tokenizer=None, *, cache_dir=None) -> DatasetDict:
     ``tokenizer``: if given, it has to be the one that the blocks were made with. ``cache_dir``: where datasets keeps its
     memory-mapped copy; its own cache if unset.
 
-    Raises FileNotFoundError: the manifest or a shard is missing. ValueError: blocks are missing, or the tokenizer or its
-    chat template is another one.
+    Raises FileNotFoundError: the manifest or a shard is missing. ValueError: the folder holds features, blocks are
+    missing, or the tokenizer or its chat template is another one.
     """
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
         raise FileNotFoundError(f"{folder} has no {MANIFEST}: make the blocks with python -m data.sequence_packing")
     manifest = json.loads((folder / MANIFEST).read_text())
+    if "layer_ids" in manifest:
+        raise ValueError(
+            f"{folder} holds features, not blocks: name it with --feature_dir, or the folder of the blocks here"
+        )
     if tokenizer is not None:
-        hashes = {"tokenizer": tokenizer_fingerprint(tokenizer), "chat_template": _template_hash(tokenizer)}
+        hashes = {"tokenizer": tokenizer_fingerprint(tokenizer), "chat_template": template_hash(tokenizer)}
         for name, value in hashes.items():
             if manifest[f"{name}_hash"] != value:
                 raise ValueError(
@@ -341,7 +374,9 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m data.sequence_packing", description="Conversations to packed training blocks."
     )
     parser.add_argument(
-        "--input", required=True, help="conversations: JSON Lines, local or hf://, or a data set of the Hub"
+        "--input",
+        required=True,
+        help="conversations: a JSON Lines file, local or hf://, a Parquet file, a folder, or a data set of the Hub",
     )
     parser.add_argument("--output", required=True, help="folder for the blocks; it must not exist yet, or be empty")
     parser.add_argument("--max_seq_len", type=int, default=4096, help="tokens per block and window (%(default)s)")

@@ -12,11 +12,12 @@ from itertools import takewhile
 
 import numpy as np
 
-from data.chat_template import MOVED, Chat, Sample, check_masks, encode_conversation, render
+from data.chat_template import MOVED, Chat, Sample, encode_conversation, render
 from data.conversations import BadConversation, is_eval, read_conversation
 
 
 MIN_ROOM = 0.25  # of a window, for the turns; a longer system prompt would repeat itself more than it lets be learnt
+ALL_SUPERVISED = "every token is supervised"  # of a chat without a prompt; of all chats, it is a fault of the template
 ANSWER = "peagle-probe"  # a text that no template writes by itself
 
 
@@ -169,8 +170,8 @@ def read_windows(
     before each conversation is yielded. ``eval_fraction``: the share that goes to eval, by their own text, so that no conversation is on
     both sides and none changes sides when rows are added. See `encode_conversation` for the rest.
 
-    Yields (row number, "train" or "eval", windows). Raises ValueError where the tokenizer is unfit, or its template makes a
-    mask of zeros or ones.
+    Yields (row number, "train" or "eval", windows). Raises ValueError where the tokenizer is unfit, or its template has
+    every token of every conversation supervised.
     """
     if max_seq_len < 8 or not 0 <= eval_fraction <= 1:
         raise ValueError(f"need max_seq_len >= 8 and 0 <= eval_fraction <= 1, got {max_seq_len} and {eval_fraction}")
@@ -180,8 +181,8 @@ def read_windows(
             if isinstance(row, BadConversation):
                 raise row
             samples, changes = encode_conversation(row, tokenizer, stop_token_ids)
-            for sample in samples:  # each chat has a prompt and an answer: otherwise it is a fault of the template
-                check_masks([sample.loss_mask], tokenizer)
+            if any(all(sample.loss_mask) for sample in samples):
+                raise BadConversation(ALL_SUPERVISED)
             ids = b"".join(np.array(sample.input_ids, np.int32).tobytes() for sample in samples)
             digest = hashlib.blake2b(ids, digest_size=16).digest()
             if digest in seen:
@@ -194,3 +195,6 @@ def read_windows(
         side = "eval" if is_eval(read_conversation(row)[0], eval_fraction) else "train"
         report.counts.update([side, *changes] + ["cut into windows"] * (len(windows) > len(samples)))
         yield number, side, windows
+    if report.counts[f"skipped: {ALL_SUPERVISED}"] and not report.counts["train"] + report.counts["eval"]:
+        cause = f"the chat template of tokenizer {tokenizer.name_or_path!r} does not fit this data"
+        raise ValueError(f"{ALL_SUPERVISED} in every conversation that could be read: {cause}")

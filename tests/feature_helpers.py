@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configuration_peagle import tokenizer_fingerprint
 from data.extract_features import extract_features
-from data.sequence_packing import BLOCKS, _template_hash
+from data.sequence_packing import BLOCKS, template_hash
 
 
 LONGEST, LAYERS = 24, [1, 2, 3]
@@ -46,7 +46,7 @@ def write_blocks(folder, counts, seed=0):
             Dataset.from_list(rows, BLOCKS).to_parquet(folder / "data" / f"{split}-00000-of-00001.parquet")
         tokens, supervised = (sum(sum(row[name]) for row in rows) for name in ("seq_lengths", "loss_mask"))
         manifest[split] = {"shards": min(count, 1), "blocks": count, "tokens": tokens, "supervised": supervised}
-    hashes = {"tokenizer_hash": tokenizer_fingerprint, "chat_template_hash": _template_hash}
+    hashes = {"tokenizer_hash": tokenizer_fingerprint, "chat_template_hash": template_hash}
     manifest |= {name: of(make_tokenizer()) for name, of in hashes.items()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     return folder

@@ -1,5 +1,6 @@
 """Chats to ids and masks: every supported kind of chat template, and what is done for those that lack something."""
 
+import json
 import random
 
 import pytest
@@ -26,7 +27,7 @@ from chats import (
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from data.chat_template import check_masks, encode_conversation, show_supervision
+from data.chat_template import encode_conversation, show_supervision
 
 
 # ---- masks ----------------------------------------------------------------------------------------------------------
@@ -218,17 +219,6 @@ def test_long_context_is_shown_in_short():
     assert "characters ...]" in shown and "y" * 900 in shown and len(shown) < 1700
 
 
-def test_check_masks():
-    tokenizer = chatml()
-    masks = [encode({"messages": chat(f"Question {i}", "Hi")}, tokenizer)["loss_mask"] for i in range(30)]
-    check_masks(masks, tokenizer)
-    for value, word in ((0, "no token"), (1, "every token")):
-        with pytest.raises(ValueError, match=f"supervise {word}: the chat template of tokenizer 'tiny'"):
-            check_masks([[value] * len(mask) for mask in masks], tokenizer)
-    with pytest.raises(ValueError, match="0 conversations supervise no token"):
-        check_masks([], tokenizer)
-
-
 # ---- templates that lack something ----------------------------------------------------------------------------------
 
 TOOL_CHAT = [
@@ -257,10 +247,14 @@ def test_tools_are_written_as_text_where_the_template_ignores_them():
 
 
 def test_what_is_written_as_text_already_is_not_written_twice():
-    messages = [{"role": "system", "content": "<tools>[]</tools>"}, *TOOL_CHAT[1:3]]
+    messages = [{"role": "system", "content": f"<tools>{json.dumps([TOOL])}</tools>"}, *TOOL_CHAT[1:3]]
     messages += [{"role": "tool", "content": RESULT.format("2.4")}, TOOL_CHAT[-1]]
     text = chatml().decode(encode({"messages": messages, "tools": [TOOL]}, chatml())["input_ids"])
     assert text.count("<tools>") == text.count("<tool_response>") == 1
+    # A prompt that only speaks of the tag has not written the tools.
+    messages = chat("Hello", "Hi", system="Never reveal what is in <tools>.")
+    samples, changes = encode_conversation({"messages": messages, "tools": [TOOL]}, chatml())
+    assert changes == ["tools written as text"] and '"name": "get_tide"' in samples[0].chat.text
 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
@@ -286,6 +280,26 @@ def test_a_system_role_that_is_refused_goes_into_the_first_user_turn():
     samples, changes = encode_conversation({"messages": chat("Hello", "Hi", system="Be brief.")}, chatml(refusing))
     assert changes == ["system prompt moved into the first user turn"]
     assert samples[0].input_ids == template_ids(chatml(), chat("Be brief.\n\nHello", "Hi"))
+
+
+def test_text_that_a_template_drops_is_written_otherwise_or_the_row_is_skipped():
+    deaf = CHATML.replace("in messages %}", "in messages if m.role in ('user', 'assistant') %}")
+    called = '<tool_call>{"name": "get_tide"}</tool_call>'
+    messages = [*chat("Tide?", called), {"role": "tool", "content": '2.4 m, "calm"'}, *chat("", "Calm.")[1:]]
+    samples, changes = encode_conversation({"messages": messages}, chatml(deaf))
+    assert changes == ["tools written as text"] and RESULT.format('2.4 m, "calm"') in samples[0].chat.text
+    messages = chat("Hello", "Hi", system="Be brief.")
+    samples, changes = encode_conversation({"messages": messages}, chatml(deaf))
+    assert changes == ["system prompt moved into the first user turn"]
+    assert samples[0].input_ids == template_ids(chatml(), chat("Be brief.\n\nHello", "Hi"))
+    forgetful = CHATML.replace("in messages %}", "in messages[-2:] %}")
+    assert reason_of({"messages": chat("One", "Two", "Three", "Four")}, chatml(forgetful)) == (
+        "template drops the user's text"
+    )
+    # Neither what is written as a string of JSON nor what is trimmed is dropped.
+    quoting = CHATML.replace("m.content +", "(m.content | trim | tojson if m.role == 'tool' else m.content | trim) +")
+    messages = [*chat(" Tide? ", called), {"role": "tool", "content": ' {"sea": "å"}\n'}, *chat("", "Calm. ")[1:]]
+    assert encode_conversation({"messages": messages}, chatml(quoting))[1] == []
 
 
 def test_a_greeting_is_context():

@@ -1,5 +1,7 @@
 """Rows of every shape to one form, bad rows, files, and the real data."""
 
+import datetime
+import decimal
 import json
 import random
 from collections import Counter
@@ -26,7 +28,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from data.chat_template import encode_conversation
-from data.conversations import BadConversation, read_conversation, read_jsonl, read_rows
+from data.conversations import BadConversation, is_eval, read_conversation, read_jsonl, read_rows
 from data.sequence_packing import pack_file
 
 
@@ -118,6 +120,41 @@ def test_every_way_to_write_a_call_gives_one_form(messages):
         assert read[1]["tool_calls"] == [CALLED] and read[1]["content"] == "" and read[2]["content"] == "2.4"
 
 
+def test_other_ways_to_write_a_message():
+    call = {"name": "get_tide", "arguments": ONCE}
+    answer = {"from": "gpt", "value": "ok", "tool_calls": [call], "reasoning_content": "hm"}
+    read, _ = read_conversation({"conversations": [{"from": "human", "value": "Hello"}, answer]})
+    told = {"role": "assistant", "content": "ok", "tool_calls": [CALLED], "reasoning_content": "hm"}
+    assert read == [HELLO, told]
+    both = [{**HELLO, "from": "human"}, {"role": "assistant", "content": "Hi", "from": "gpt"}]
+    assert [m["content"] for m in read_conversation({"messages": both})[0]] == ["Hello", "Hi"]
+    mixed = [{"role": "user", "value": "Hello"}, {"from": "gpt", "content": "Hi"}]
+    assert read_conversation({"messages": mixed})[0] == chat("Hello", "Hi")
+
+
+def test_every_way_to_give_tools_gives_one_form():
+    nulls = {"x": None, "enum": ["a", None]}
+    function = {"name": "get_tide", "parameters": {"type": "object", "properties": {"at": nulls}}}
+    expected = {"name": "get_tide", "parameters": {"type": "object", "properties": {"at": {"enum": ["a", None]}}}}
+    for name in ("tools", "functions"):
+        for tool in (function, {"type": "function", "function": function, "strict": None}):
+            for given in ([tool], json.dumps([tool])):
+                row = {"messages": chat("Hello", "Hi"), name: given}
+                assert read_conversation(row)[1] == [{"type": "function", "function": expected}]
+    assert read_conversation({"messages": chat("Hello", "Hi"), "tools": "[]"})[1] is None
+    odd = [{"type": "web_search"}, {"type": "function", "function": 7}]
+    samples, changes = encode_conversation({"messages": chat("Hello", "Hi", system="<tools>"), "tools": odd}, chatml())
+    assert changes == ["tools written as text"] and '{"type": "web_search"}' in samples[0].chat.text
+    samples, _ = encode_conversation({"messages": [HELLO, asking(ONCE)], "functions": [function]}, chatml(TOOLS))
+    assert '"enum": ["a", null]' in samples[0].chat.text and '"x"' not in samples[0].chat.text
+
+
+def test_reasons_are_short():
+    with pytest.raises(BadConversation) as caught:
+        read_conversation({"messages": [HELLO, asking(["x" * 3_000_000])]})
+    assert len(str(caught.value)) < 200 and str(caught.value).endswith("xxx...")
+
+
 def test_results_that_are_objects_become_json():
     messages = [HELLO, asking(ONCE), {"role": "tool", "content": {"height": [1, None], "sea": "å"}}]
     assert read_conversation({"messages": messages})[0][2]["content"] == '{"height": [1, null], "sea": "å"}'
@@ -132,7 +169,7 @@ def test_other_names_of_roles():
 def test_an_answer_the_template_drops_is_no_supervision():
     silent = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'assistant' %}")
     silent = silent.replace("{{ '<|im_start|>assistant\n' }}", "")
-    assert reason_of({"messages": chat("Hello", "Hi")}, chatml(silent)) == "no supervised token"
+    assert reason_of({"messages": chat("Hello", "Hi")}, chatml(silent)) == "template drops the assistant's text"
 
 
 def test_text_parts_are_joined_and_the_row_is_left_alone():
@@ -242,11 +279,33 @@ def test_read_jsonl_survives_broken_lines(tmp_path):
         (6, "row is not an object"),
         (7, "row is not an object"),
         (8, {"d": 2}),
-        (9, "invalid JSON"),
+        (9, "nested too deeply"),
         (10, "invalid JSON"),
     ]
     with pytest.raises(FileNotFoundError):
         list(read_jsonl(tmp_path / "missing.jsonl"))
+
+
+def nested(levels):
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("levels", [101, 900, 960, 990, 100_000])
+def test_deep_nesting_is_a_reason_to_skip_wherever_it_is(tmp_path, levels):
+    deep, text = nested(levels), json.dumps(nested(levels))
+    call = '{"messages": [%s, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": %s}]}]}'
+    hello, hi = json.dumps(HELLO), '{"role": "assistant", "content": "Hi"}'
+    lines = [
+        *(call % (hello, arguments) for arguments in (deep, text)),
+        *(f'{{"messages": [{hello}, {hi}], "tools": {tools}}}' for tools in (f"[{deep}]", text)),
+        f'{{"messages": [{hello}, {hi}], "notes": {deep}}}',
+        f'{{"conversations": [{{"from": "human", "value": "x"}}, {{"from": "function_call", "value": {text}}}]}}',
+        call % (hello, nested(90)),
+    ]
+    (tmp_path / "deep.jsonl").write_text("\n".join(lines))
+    for template in (CHATML, TOOLS):
+        _, _, counts = load(tmp_path / "deep.jsonl", chatml(template), eval_fraction=0)
+        assert counts["read"] == 7 and counts["train"] == 1 and counts["skipped: nested too deeply"] == 6
 
 
 def test_load_counts_every_row(tmp_path, capsys):
@@ -280,8 +339,54 @@ def test_a_data_set_is_read_like_a_file(tmp_path):
     read = [row for _, row in read_rows(tmp_path / "parquet")]
     assert read[0] == rows[0] and read[2]["messages"][0] == HELLO
     assert "tool_calls" not in read[0]["messages"][0] and reason_of(read[3], chatml()) == "message without content"
-    with pytest.raises(FileNotFoundError, match="there is no file chats.json1"):
-        list(read_rows("chats.json1"))
+    for name in ("chats.json1", "missing.jsonl", "data/missing.jsonl", "data/missing.parquet", "/no/folder"):
+        with pytest.raises(FileNotFoundError, match=f"there is no file or folder {name}, and the id of a data set"):
+            list(read_rows(name))
+
+
+def test_a_folder_is_read_whole_file_by_file(tmp_path):
+    rows = [{"messages": chat(f"Question {i}", "Hi")} for i in range(9)]
+    calling = {"messages": [HELLO, asking({"at": "Oban"})], "tools": [TOOL]}
+    folder = tmp_path / "folder"
+    (folder / "b/.cache").mkdir(parents=True)
+    write(folder, rows[:2], "train.jsonl")
+    write(folder, [calling, {"conversations": []}], "more.jsonl")
+    (folder / "b/broken.json").write_text("{broken\n" + json.dumps(rows[2]))
+    Dataset.from_list(rows[3:5]).to_parquet(folder / "b/one.parquet")
+    Dataset.from_list([calling]).to_parquet(folder / "b/two.parquet")
+    for name in ("b/.cache/x.jsonl", "manifest.json", "README.md"):
+        (folder / name).write_text("{}")
+    read = list(read_rows(folder))
+    assert [number for number, _ in read] == list(range(1, 10))
+    assert read[0][1].reason == "invalid JSON"
+    assert [row for _, row in read[1:]] == [*rows[2:5], calling, calling, {"conversations": []}, *rows[:2]]
+    assert list(read_rows(folder / "b/two.parquet")) == [(1, calling)]
+
+
+def test_folders_that_cannot_be_read_say_why(tmp_path):
+    Dataset.from_list([{"messages": chat("a", "b")}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match="saved holds Arrow files.*save the data set with to_parquet or to_json"):
+        list(read_rows(tmp_path / "saved"))
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(ValueError, match="bad holds no .jsonl, .json, .parquet file"):
+        list(read_rows(tmp_path / "bad"))
+    (tmp_path / "bad/x.parquet").write_text("{}")
+    with pytest.raises(ValueError, match="x.parquet cannot be read as Parquet"):
+        list(read_rows(tmp_path / "bad"))
+
+
+def test_values_that_are_no_json_become_text(tmp_path):
+    day, price = datetime.date(2024, 5, 6), decimal.Decimal("1.50")
+    turns = chat("Hello", "Hi")
+    turns[0] |= {"timestamp": datetime.datetime(2024, 5, 6, 7), "raw": b"x", "price": price}
+    calling = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"day": day, "price": price}}]}
+    for number, messages in enumerate((turns, [HELLO, calling])):
+        Dataset.from_list([{"messages": messages}]).to_parquet(tmp_path / f"{number}/train.parquet")
+    (_, first), (_, second) = (next(read_rows(tmp_path / name)) for name in "01")
+    assert first["messages"][0] == HELLO | {"timestamp": "2024-05-06 07:00:00", "raw": "x", "price": "1.50"}
+    assert second["messages"][1]["tool_calls"][0]["arguments"] == {"day": "2024-05-06", "price": "1.50"}
+    assert "2024-05-06" in chatml(TOOLS).decode(encode(second, chatml(TOOLS))["input_ids"])
+    assert load(tmp_path / "0", chatml(), eval_fraction=0)[2]["train"] == 1
 
 
 def test_no_progress_prints_nothing(tmp_path, capsys):
@@ -309,6 +414,28 @@ def test_split_is_by_content(tmp_path):
     longer = [{"messages": [*row["messages"], *chat("More?", "No")]} for row in rows]
     new_train, new_evaluation = sides(rows + variants + longer, "c.jsonl")
     assert (len(new_train), len(new_evaluation)) == (3 * len(train), 3 * len(evaluation))
+
+
+def test_the_side_depends_on_what_is_said_alone():
+    def sides(*rows):
+        return [[is_eval(read_conversation({"messages": row(i)})[0], 0.3) for i in range(300)] for row in rows]
+
+    def asked(i, **extra):
+        return [{"role": "user", "content": f"Question {i}", **extra}, {"role": "assistant", "content": "Hi"}]
+
+    def greeted(i):
+        return [{"role": "assistant", "content": "Welcome"}, *asked(i)]
+
+    plain, named, spaced, again, greeting, system = sides(
+        asked,
+        lambda i: asked(i, id=f"{i}-b"),
+        lambda i: asked(i, content=f" Question  {i}\n"),
+        lambda i: asked(i) + asked(i + 1),
+        greeted,
+        lambda i: [{"role": "system", "content": "Be brief."}, *greeted(i)],
+    )
+    assert plain == named == spaced == again
+    assert all(60 < sum(side) < 120 for side in (plain, greeting, system))  # 90 expected, sd 8
 
 
 def test_eval_fraction_at_its_ends(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from argparse import ArgumentTypeError
 
 import pytest
 import torch
@@ -166,8 +167,22 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "GB", "10 XB", "-1GB", "1e9"])
 def test_what_is_no_size(text):
-    with pytest.raises(ValueError, match="is not a size"):
+    with pytest.raises(ArgumentTypeError, match="is not a size: write it like 50GB"):
         parse_size(text)
+
+
+def test_wrong_arguments_are_named_before_the_target_is_loaded(features, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("data.extract_features.load_target", lambda *_, **__: pytest.fail("loaded the target"))
+    for folder, fault in ((tmp_path, "has no manifest.json"), (features, "holds features, not blocks")):
+        with pytest.raises(SystemExit, match=f"error: .*{fault}"):
+            main(["--input", str(folder), "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        main(["--input", str(tmp_path), "--output", str(tmp_path / "out"), "--max_disk", "10XB"])
+    assert "argument --max_disk: '10XB' is not a size: write it like 50GB" in capsys.readouterr().err
+
+
+def test_shards_can_be_read_by_those_who_read_the_manifest(features):
+    assert len({file.stat().st_mode for file in features.iterdir() if file.suffix in (".json", ".safetensors")}) == 1
 
 
 def test_what_would_not_fit_is_refused_before_the_target_reads(target_llama, blocks, tmp_path, monkeypatch):

@@ -205,9 +205,12 @@ def test_check_names_what_differs(target_llama, features):
     dataset = FeatureShards(features)
     dataset.check(target_llama, make_tokenizer(), LAYERS)
     shallow = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=3))
+    templated = make_tokenizer()
+    templated.chat_template = "X{{ messages }}"
     for key, args in {
         "layer_ids": (target_llama, make_tokenizer(), [0, 1, 2]),
         "tokenizer_hash": (target_llama, make_tokenizer("<other>"), LAYERS),
+        "chat_template_hash": (target_llama, templated, LAYERS),
         "target_weights": (make_target("llama", seed=1), make_tokenizer(), LAYERS),
         "num_hidden_layers": (shallow, make_tokenizer(), LAYERS),
     }.items():

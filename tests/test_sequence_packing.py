@@ -161,6 +161,9 @@ def test_blocks_are_refused_where_they_do_not_fit(tmp_path):
     (folder / "data" / "train-00000-of-00001.parquet").unlink()
     with pytest.raises(FileNotFoundError):
         load_blocks(folder, tokenizer, cache_dir=cache)
+    (folder / "manifest.json").write_text('{"layer_ids": [1]}')
+    with pytest.raises(ValueError, match="holds features, not blocks: name it with --feature_dir"):
+        load_blocks(folder, tokenizer, cache_dir=cache)
     (folder / "manifest.json").unlink()
     with pytest.raises(FileNotFoundError, match="has no manifest.json"):
         load_blocks(folder, tokenizer, cache_dir=cache)
@@ -171,6 +174,24 @@ def test_an_empty_side_loads(tmp_path):
     assert manifest["eval"]["shards"] == 0 and manifest["eval"]["fill"] is None
     splits = load_blocks(tmp_path / "blocks", cache_dir=tmp_path / "cache")
     assert len(splits["eval"]) == 0 and splits["eval"].features == splits["train"].features
+
+
+def test_a_folder_that_has_changed_is_other_input(tmp_path):
+    (tmp_path / "chats").mkdir()
+
+    def pack():
+        options = {"max_seq_len": 160, "eval_fraction": 0, "progress": False}
+        return pack_conversations(tmp_path / "chats", tmp_path / "blocks", chatml(), **options)
+
+    write(tmp_path / "chats", many_rows(5))
+    assert pack() == pack()
+    for rows, name in ((many_rows(3), "chats.jsonl"), (many_rows(5), "others.jsonl")):
+        write(tmp_path / "chats", rows, name)
+        with pytest.raises(FileExistsError, match="blocks is there already"):
+            pack()
+        write(tmp_path / "chats", many_rows(5))
+    (tmp_path / "chats" / "others.jsonl").unlink()
+    assert pack()["conversations"]["read"] == 5
 
 
 def test_another_run_leaves_the_output_alone(tmp_path):
@@ -184,18 +205,14 @@ def test_another_run_leaves_the_output_alone(tmp_path):
     run(tmp_path, many_rows(20), name="empty")
 
 
-@pytest.mark.parametrize(("value", "word"), [(0, "no token"), (1, "every token")])
-def test_a_wrong_mask_stops_the_run(tmp_path, monkeypatch, value, word):
-    def broken(*arguments):
-        samples, changes = encode_conversation(*arguments)
-        for sample in samples:
-            sample.loss_mask = [value] * len(sample.loss_mask)
-        return samples, changes
-
-    monkeypatch.setattr(windows, "encode_conversation", broken)
-    with pytest.raises(ValueError, match=f"supervise {word}: the chat template of tokenizer 'tiny'"):
-        run(tmp_path, many_rows(20))
-    assert os.listdir(tmp_path) == ["chats.jsonl"]
+def test_a_chat_without_a_prompt_is_skipped_and_a_template_that_shows_none_stops_the_run(tmp_path):
+    bare, empty = chatml("{% for m in messages %}{{ m.content }}{% endfor %}"), {"messages": chat("", "Hi")}
+    counts = run(tmp_path, [empty, *many_rows(20)], bare)["conversations"]
+    assert counts["skipped: every token is supervised"] == 1 and counts["read"] == 21
+    fault = "every token is supervised in every conversation that could be read: the chat template of tokenizer 'tiny'"
+    with pytest.raises(ValueError, match=fault):
+        run(tmp_path, [empty, {"messages": chat("", "Ho")}, {}], bare, name="none")
+    assert set(os.listdir(tmp_path)) == {"chats.jsonl", "blocks"}
 
 
 def test_no_output_without_conversations(tmp_path):
@@ -215,7 +232,16 @@ def test_the_report_and_the_sample(tmp_path, capsys):
     run(tmp_path, [*many_rows(20), {"messages": []}], progress=True)
     shown = capsys.readouterr().out
     assert "21 read; " in shown and "1 skipped: no messages (first in line 21: no messages)" in shown
-    assert "⟦Answer 0.1 " in shown and re.search(r"fill \d\d\.\d%", shown)
+    assert "⟦Answer 1.1 " in shown and re.search(r"fill \d\d\.\d%", shown)
+
+
+def test_the_sample_is_a_whole_conversation_if_there_is_one(tmp_path, capsys):
+    long = {"messages": chat("Hello", "x" * 500)}
+    run(tmp_path, [long, {"messages": chat("Hello", "Hi")}], progress=True, eval_fraction=0)
+    sample = capsys.readouterr().out.partition("brackets:\n")[2]
+    assert sample == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n⟦Hi<|im_end|>⟧\n\n"
+    run(tmp_path, [long], name="windows", progress=True, eval_fraction=0)
+    assert "⟦xxx" in capsys.readouterr().out.partition("brackets:\n")[2]
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -242,7 +268,9 @@ def test_the_command(tmp_path, tokenizer_folder):
     assert stored[0] == stored[1]
     with pytest.raises(SystemExit, match="error: .* is there already: delete it, or name another output"):
         sequence_packing.main(["--input", str(tmp_path / "chats.jsonl"), *map(str, options)])
-    with pytest.raises(SystemExit, match="error: .*No such file"):
+    with pytest.raises(SystemExit, match="error: There is no folder /nope, and a Hub id would read owner/model"):
+        sequence_packing.main(["--input", "none.jsonl", "--output", "none", "--tokenizer", "/nope"])
+    with pytest.raises(SystemExit, match="error: there is no file or folder none.jsonl"):
         sequence_packing.main(["--input", "none.jsonl", "--output", "none", "--tokenizer", str(tokenizer_folder)])
 
 
@@ -335,6 +363,30 @@ def test_a_run_killed_while_it_finishes_goes_on(tmp_path, monkeypatch, small_chu
 
 
 def test_two_runs_do_not_write_one_output(tmp_path):
-    (tmp_path / "blocks.partial").mkdir()
-    with FileLock(tmp_path / "blocks.partial" / "lock"), pytest.raises(ValueError, match="another run is writing"):
-        run(tmp_path, many_rows(5))
+    (tmp_path / "blocks.partial" / "blocks").mkdir(parents=True)
+    with FileLock(tmp_path / "blocks.partial" / "lock"):
+        with pytest.raises(ValueError, match="another run is writing .*blocks: wait for it"):
+            run(tmp_path, many_rows(5))
+        assert (tmp_path / "blocks.partial" / "blocks").is_dir()  # it is the other run's
+    run(tmp_path, many_rows(5))
+    assert set(os.listdir(tmp_path)) == {"chats.jsonl", "blocks"}
+
+
+def test_what_a_run_leaves_that_was_killed_at_its_very_end_is_removed(tmp_path, monkeypatch, small_chunks):
+    rmtree = sequence_packing.shutil.rmtree
+
+    def leave_the_partial_folder():
+        monkeypatch.setattr(sequence_packing.shutil, "rmtree", lambda *_: None)
+        made = run(tmp_path, many_rows(60))
+        monkeypatch.setattr(sequence_packing.shutil, "rmtree", rmtree)
+        assert (tmp_path / "blocks.partial" / "chunk-00000.json").exists()
+        return made
+
+    made = leave_the_partial_folder()
+    assert run(tmp_path, many_rows(60)) == made and not (tmp_path / "blocks.partial").exists()
+    rmtree(tmp_path / "blocks")
+    leave_the_partial_folder()
+    before = contents(tmp_path / "blocks")
+    rmtree(tmp_path / "blocks")
+    run(tmp_path, many_rows(60))  # not from the records of blocks that are gone
+    assert contents(tmp_path / "blocks") == before and not (tmp_path / "blocks.partial").exists()
