@@ -38,6 +38,7 @@ DRAFT_VOCABULARY = 6144
 def build(lengths, *, depths=5, layers=1, segment_length=1024, documents=1, target_online=False, **options):
     """A trainer of the default pair, and a batch of one block of `documents` conversations of each length."""
     target, tokenizer = load_target()
+    target.config.max_position_embeddings = 2**17  # costs do not depend on what it makes of such lengths
     config = PEagleConfig.for_target(
         target,
         tokenizer,

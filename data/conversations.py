@@ -239,7 +239,7 @@ def read_conversation(row) -> tuple[list[dict], list[dict] | None]:
 def is_eval(messages: list[dict], eval_fraction: float) -> bool:
     """Side by a hash of what is said up to the first user turn: other answers and longer versions share its side."""
     asked = next((i for i, message in enumerate(messages) if message["role"] == "user"), len(messages))
-    # White space and other keys, as ids and times, do not make it another text.
-    opening = [{"content": " ".join(m["content"].split()), "role": m["role"]} for m in messages[: asked + 1]]
+    # White space around it and other keys, as ids and times, do not make it another text.
+    opening = [{"content": m["content"].strip(), "role": m["role"]} for m in messages[: asked + 1]]
     digest = hashlib.sha256(json.dumps(opening).encode()).digest()
     return int.from_bytes(digest[:8], "big") < eval_fraction * 2**64

@@ -25,8 +25,9 @@ from data.feature_shards import (
     shard_names,
     write_manifest,
 )
+from data.hub import public_name
 from data.sequence_packing import load_blocks
-from data.target_signals import weights_fingerprint
+from data.target_signals import check_length, weights_fingerprint
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -83,6 +84,7 @@ class FeaturePlan:
             raise ValueError(f"dtype is {dtype!r}, choose from {', '.join(DTYPES)}")
         self.dtype = DTYPES[dtype]
         self.blocks = load_blocks(source, tokenizer)
+        check_length(target, max(max(lengths) for side in self.blocks.values() for lengths in side["seq_lengths"]))
         made = (Path(source) / MANIFEST).read_bytes()
         self.made = json.loads(made)
         # Beside the signals int32 ids and positions and the int8 mask; borders and headers are too few to count.
@@ -97,7 +99,7 @@ class FeaturePlan:
         self.shards = plan_shards(self.blocks, per_shard)
         self.settings = {
             "format": FORMAT,
-            "target": target.name_or_path,
+            "target": public_name(target.name_or_path),
             "revision": revision,
             "target_weights": weights_fingerprint(target),
             "target_dtype": str(target.dtype).removeprefix("torch."),

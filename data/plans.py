@@ -76,9 +76,8 @@ def plan_row(row: dict, max_turns: int | None) -> dict:
         raise BadConversation("starts with an assistant turn")  # there is nothing that it could answer
     planned = planned[: places[:max_turns][-1] + 1]
     probe = [message | {"content": ANSWER} if message is answer else message for message in planned]
-    _, tools = read_conversation({"messages": probe, "tools": row.get("tools")})
-    # Parquet gives dates and bytes beside the texts, which a row of the output could not hold as they are.
-    kept = json.dumps([planned, tools], ensure_ascii=False, default=str)
+    _, tools = read_conversation({"messages": probe, "tools": row.get("tools") or row.get("functions")})
+    kept = json.dumps([planned, tools], ensure_ascii=False)
     try:
         kept.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON may spell but no file and no tokenizer takes

@@ -44,7 +44,7 @@ from trl import pack_dataset
 from configuration_peagle import tokenizer_fingerprint
 from data.chat_template import show_supervision
 from data.conversations import files_of, read_rows
-from data.hub import add_hub_arguments, publish
+from data.hub import add_hub_arguments, public_name, publish
 from data.windows import Report, read_windows
 from target_peagle import load_tokenizer
 
@@ -262,7 +262,10 @@ def pack_conversations(
         except ValueError:
             shutil.rmtree(done.blocks)  # another run would come to the same end
             raise
-        manifest = settings | {"tokenizer": tokenizer.name_or_path, "conversations": dict(done.report.counts)}
+        manifest = settings | {
+            "tokenizer": public_name(tokenizer.name_or_path),
+            "conversations": dict(done.report.counts),
+        }
         for side in SIDES:
             capacity = done.counts[side]["blocks"] * max_seq_len
             manifest[side] = done.counts[side] | {"fill": done.counts[side]["tokens"] / capacity if capacity else None}

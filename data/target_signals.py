@@ -13,6 +13,16 @@ VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 LEAK = 0.02
 
 
+def check_length(target, longest: int):
+    """Raise ValueError where a document of ``longest`` tokens is longer than what the target was made to read."""
+    limit = target.config.get_text_config().max_position_embeddings
+    if longest > limit:
+        raise ValueError(
+            f"a document of {longest} tokens is longer than the target's context of {limit}: pack the conversations with "
+            f"--max_seq_len {limit} or less"
+        )
+
+
 @torch.no_grad()
 def target_signals(target, row: dict, layer_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """The drafter's features and the teacher's last hidden states of a packed row; no document sees another.
@@ -24,8 +34,9 @@ def target_signals(target, row: dict, layer_ids: list[int]) -> tuple[torch.Tenso
 
     Returns:
         Features `(1, tokens, layers * hidden_size)`, and the output of the final norm, which the head takes, `(1, tokens,
-        hidden_size)`; both in the target's dtype.
+        hidden_size)`; both in the target's dtype. Raises ValueError as `check_length`.
     """
+    check_length(target, row["max_length_q"])
     last = target.config.get_text_config().num_hidden_layers
     # Documents stay apart only without a mask and without a cache: then `position_ids` (or the varlen arguments, for
     # flash attention) tell where each one starts. The head is not needed, and all but skipped.

@@ -429,7 +429,7 @@ def test_the_side_depends_on_what_is_said_alone():
     plain, named, spaced, again, greeting, system = sides(
         asked,
         lambda i: asked(i, id=f"{i}-b"),
-        lambda i: asked(i, content=f" Question  {i}\n"),
+        lambda i: asked(i, content=f"  Question {i}\n"),
         lambda i: asked(i) + asked(i + 1),
         greeted,
         lambda i: [{"role": "system", "content": "Be brief."}, *greeted(i)],

@@ -135,13 +135,24 @@ def test_counts_and_provenance_are_in_the_manifest(target_llama, features, block
     assert manifest["tokenizer_hash"] == made["tokenizer_hash"] and "final norm" in manifest["norm_convention"]
 
 
+def test_documents_longer_than_the_targets_context_are_refused_before_anything_is_read(blocks, tmp_path):
+    target = make_target("llama")
+    target.config.max_position_embeddings = 14
+    with pytest.raises(ValueError, match="a document of 15 tokens .* context of 14.*--max_seq_len 14"):
+        extract_features(target, make_tokenizer(), blocks, tmp_path / "out", layer_ids=LAYERS, **FLOAT32)
+    target.config.max_position_embeddings = 16
+    extract_features(target, make_tokenizer(), blocks, tmp_path / "out", layer_ids=LAYERS, **FLOAT32)
+
+
 def test_the_loss_from_stored_features_is_the_online_loss(target_llama, features, blocks, tmp_path):
     class Stored(TargetSignals):
         def __call__(self, inputs):
             return inputs["features"], inputs["last_hidden"]
 
     drafter = make_drafter(target_llama, eagle_aux_hidden_state_layer_ids=LAYERS, num_depths=4)
-    args = PEagleArguments(train_file="unused", output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    args = PEagleArguments(
+        train_file="unused", output_dir=str(tmp_path), report_to="none", eval_strategy="no", use_cpu=True
+    )
     losses = {}
     for kind in (TargetSignals, Stored):
         collator = PackingCollator(4, 0.7, 0.2)

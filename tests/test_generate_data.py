@@ -349,7 +349,7 @@ def test_dates_of_parquet_files_are_kept_as_text(target, tokenizer, tmp_path):
     options = {"prompts": str(tmp_path / "chats"), "max_new_tokens": 2}
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, **options)
     assert counts["done"] == 1
-    assert rows[0]["messages"][0] == chat[0] | {"sent": "2024-01-02 00:00:00", "raw": "b'1'"}
+    assert rows[0]["messages"][0] == chat[0] | {"sent": "2024-01-02 00:00:00", "raw": "1"}
 
 
 def test_a_row_nested_too_deeply_is_skipped(target, tokenizer, tmp_path):
