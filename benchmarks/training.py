@@ -1,7 +1,7 @@
 """Cost of a training step: `python benchmarks/training.py [step] [length] [shape] [online]`, all four if unnamed.
 
 step    a step against the matrix products that it cannot do without, and what is spent outside forward and backward
-length  time and peak memory against the length of one conversation, at a fixed segment length; the last with the target
+length  time and peak memory against the length of one conversation, in segments of 256; the last with the target
 shape   time and peak memory against segment length, depths and layers
 online  a token's time with the target online, its outputs kept, and read from shards
 
@@ -35,8 +35,8 @@ from trainer_peagle import PEagleTrainer, TargetSignals  # noqa: E402
 DRAFT_VOCABULARY = 6144
 
 
-def build(lengths, *, depths=5, layers=1, segment_length=1024, documents=1, target_online=False, **options):
-    """A trainer of the default pair, and a batch of one block of `documents` conversations of each length."""
+def build(lengths, *, depths=5, layers=1, segment_length=256, target_online=False, **options):
+    """A trainer of the default pair, and a batch of one block of conversations of these lengths."""
     target, tokenizer = load_target()
     target.config.max_position_embeddings = 2**17  # costs do not depend on what it makes of such lengths
     config = PEagleConfig.for_target(
@@ -69,13 +69,13 @@ def build(lengths, *, depths=5, layers=1, segment_length=1024, documents=1, targ
 
 
 def timed(call, repeats=3):
-    """Seconds of the fastest call after a first one."""
+    """Seconds of the fastest call."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(times)
 
 
 def peak() -> float:
@@ -112,10 +112,9 @@ def floor(trainer, batch) -> float:
 
 def measure(kind, **options) -> dict:
     """One line of a table, in this process."""
-    torch.set_num_threads(torch.get_num_threads())
     trainer, batch = build(**options)
     step = step_of(trainer, batch)
-    numbers = {"slots": batch["anchor"].numel(), "seconds": timed(step, 3 if kind == "step" else 1), "GiB": peak()}
+    numbers = {"slots": batch["anchor"].numel(), "seconds": timed(step, 4 if kind == "step" else 1), "GiB": peak()}
     if kind == "step":
         numbers["floor"] = floor(trainer, batch)
     return numbers
@@ -140,7 +139,7 @@ def step_table():
 
 
 def length_table():
-    print("\nlength   slots (K_train 8)   step s   peak GiB, segments of 1,024")
+    print("\nlength   slots (K_train 8)   step s   peak GiB, segments of 256")
     for length in (2048, 4096, 8192, 16384, 32768):
         n = apart("length", lengths=[length], depths=8)
         print(f"{length:>6} {n['slots']:>8} {n['seconds']:19.1f} {n['GiB']:10.2f}")
@@ -160,7 +159,7 @@ def shape_table():
         {"layers": 4},
     ]
     for change in changes:
-        shape = {"segment_length": 1024, "depths": 5, "layers": 1} | change
+        shape = {"segment_length": 256, "depths": 5, "layers": 1} | change
         n = apart("shape", lengths=[4096], **shape)
         columns = f"{shape['segment_length']:>8} {shape['depths']:>8} {shape['layers']:>7}"
         print(f"{4096:>6} {columns} {n['slots']:>7} {n['seconds']:8.2f} {n['GiB']:9.2f}")
@@ -173,6 +172,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--line"]:
         print(json.dumps(measure(**json.loads(sys.argv[2]))))
     else:
-        print(json.dumps(environment()) if False else "")
+        print(json.dumps(environment(load_target()[0])))
         for name in sys.argv[1:] or TABLES:
             TABLES[name]()
