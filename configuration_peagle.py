@@ -1,21 +1,25 @@
-"""Configuration of a P-EAGLE drafter.
+"""Configurations of P-EAGLE drafters: of one with layers of its own, and of one whose body is a pretrained language model.
 
-One `config.json` serves two readers. Transformers loads it with `trust_remote_code=True` as a [`PEagleConfig`]; vLLM's
+Of the former one `config.json` serves two readers. Transformers loads it with `trust_remote_code=True` as a [`PEagleConfig`]; vLLM's
 EAGLE-3 loader, which reads the same folder without our code, sees a `LlamaConfig` (hence `model_type: "llama"`) with
 the extra keys that it looks for. P-EAGLE: https://huggingface.co/papers/2602.01469, EAGLE-3:
 https://huggingface.co/papers/2503.01840.
 """
 
+import copy
 import hashlib
 import json
 
 from huggingface_hub.dataclasses import strict
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers.configuration_utils import SubConfigSpec
 
 
 # Two models of one family may pad the same vocabulary to different sizes (Gemma-3: 262,144 and 262,208 rows). Sizes
 # further apart than this belong to different tokenizers.
 MAX_VOCAB_PADDING = 512
+# The families whose attention masks `PEagleBackboneModel` knows.
+BACKBONES = ("llama", "qwen3", "gemma3_text")
 
 
 def default_layer_ids(num_layers: int) -> list[int]:
@@ -45,11 +49,13 @@ def tokenizer_fingerprint(tokenizer) -> str:
 
 
 @strict
-class PEagleConfig(LlamaConfig):
+class DrafterConfig(PreTrainedConfig):
     r"""
-    Args (beside those of [`LlamaConfig`], which describe the drafter's own layers):
+    What all drafters have in common.
+
+    Args:
         vocab_size (`int`): Vocabulary of the *target* (rows of its embedding).
-        target_hidden_size (`int`, *optional*, defaults to `hidden_size`): Width of the target.
+        target_hidden_size (`int`, *optional*): Width of the target; that of the drafter if unset.
         target_num_hidden_layers (`int`, *optional*): Layers of the target; checked when the drafter is attached.
         target_name_or_path (`str`, *optional*): The target that the drafter was trained for.
         target_tokenizer_hash (`str`, *optional*): [`tokenizer_fingerprint`] of the target's tokenizer.
@@ -59,7 +65,6 @@ class PEagleConfig(LlamaConfig):
         num_depths (`int`): Depths that the drafter was trained for (K_train).
         speculation_depth (`int`): Draft tokens per round when decoding (K), unless `num_assistant_tokens` says otherwise.
         fc_norm (`bool`): One RMSNorm per target layer before the fusion (EAGLE-3.1).
-        own_embeddings (`bool`): The checkpoint carries `embed_tokens`. Otherwise the target's table is borrowed.
     """
 
     vocab_size: int = 32000
@@ -73,11 +78,11 @@ class PEagleConfig(LlamaConfig):
     num_depths: int = 8
     speculation_depth: int = 4
     fc_norm: bool = True
-    own_embeddings: bool = False
+
+    # Whether the first token of a document has a slot, see `slot_layout`.
+    first_slot = False
 
     def __post_init__(self, **kwargs):
-        if self.target_hidden_size is None:
-            self.target_hidden_size = self.hidden_size
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
         if self.eagle_aux_hidden_state_layer_ids is None:
@@ -87,8 +92,6 @@ class PEagleConfig(LlamaConfig):
     def validate_architecture(self):
         """Part of `@strict`-powered validation: runs at construction and before every save."""
         super().validate_architecture()
-        if self.num_hidden_layers < 1:
-            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}: a drafter has at least one layer.")
         ids = self.eagle_aux_hidden_state_layer_ids
         if not ids or ids != sorted(set(ids)) or ids[0] < 0:
             raise ValueError(f"eagle_aux_hidden_state_layer_ids must be distinct and ascending, got {ids}.")
@@ -108,75 +111,11 @@ class PEagleConfig(LlamaConfig):
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} must lie in 0..{self.vocab_size - 1}.")
-        if not self.own_embeddings and self.hidden_size != self.target_hidden_size:
-            raise ValueError(
-                f"A drafter of width {self.hidden_size} cannot borrow the embeddings of a target of width "
-                f"{self.target_hidden_size}: set own_embeddings=True."
-            )
 
     @property
     def num_features(self) -> int:
         """Width of the concatenated target features that enter the fusion (before `fc`)."""
         return len(self.eagle_aux_hidden_state_layer_ids) * self.target_hidden_size
-
-    def to_dict(self):
-        """As the parent's, with the keys that vLLM's EAGLE-3 loader reads derived from our own fields.
-
-        `save_pretrained` writes the Python class into `architectures`, which vLLM does not know, so it is set here: every
-        way to a `config.json`, a Trainer checkpoint included, passes through this method.
-        """
-        return super().to_dict() | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": list(self.eagle_aux_hidden_state_layer_ids),
-            },
-            "num_aux_hidden_states": len(self.eagle_aux_hidden_state_layer_ids),
-            "parallel_drafting": True,
-            "pard_token": self.mask_token_id,
-            "ptd_token_id": self.mask_token_id,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "norm_output": False,
-        }
-
-    @classmethod
-    def for_target(
-        cls, target, tokenizer, *, mask_token_id: int, num_hidden_layers: int = 1, **kwargs
-    ) -> "PEagleConfig":
-        """A drafter configuration shaped after a target: same width, heads, MLP and RoPE base.
-
-        Args:
-            target (`PreTrainedModel`): A causal language model, or a composite one with a text model inside.
-            tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer, whose hash is stored.
-            mask_token_id (`int`): See the class.
-            num_hidden_layers (`int`): Layers of the drafter.
-            kwargs: Any other field, taking precedence (`hidden_size`, `draft_vocab_size`, `num_depths`, ...).
-        """
-        text = target.config.get_text_config()
-        # The drafter's RoPE only needs the target's base frequency; context-extension scalings stay the target's own.
-        # Gemma-3 keeps one set of RoPE parameters per kind of layer.
-        rope = text.rope_parameters.get("full_attention", text.rope_parameters)
-        fields = {
-            "vocab_size": target.get_input_embeddings().weight.shape[0],
-            "hidden_size": text.hidden_size,
-            "intermediate_size": text.intermediate_size,
-            "num_attention_heads": text.num_attention_heads,
-            "num_key_value_heads": text.num_key_value_heads,
-            "head_dim": getattr(text, "head_dim", None),  # some families derive it
-            "rms_norm_eps": text.rms_norm_eps,
-            "max_position_embeddings": text.max_position_embeddings,
-            "rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
-            "bos_token_id": text.bos_token_id,
-            "eos_token_id": text.eos_token_id,
-            "pad_token_id": text.pad_token_id,
-            "target_hidden_size": text.hidden_size,
-            "target_num_hidden_layers": text.num_hidden_layers,
-            "target_name_or_path": target.name_or_path,
-            "target_tokenizer_hash": tokenizer_fingerprint(tokenizer),
-            "eagle_aux_hidden_state_layer_ids": default_layer_ids(text.num_hidden_layers),
-        }
-        return cls(**fields | {"mask_token_id": mask_token_id, "num_hidden_layers": num_hidden_layers} | kwargs)
 
     def check_target(self, target, tokenizer=None):
         """Refuse a target that the drafter was not made for, or whose output a wider forward would change.
@@ -226,4 +165,158 @@ class PEagleConfig(LlamaConfig):
                 )
 
 
+def target_fields(target, tokenizer) -> dict:
+    """What a drafter's configuration says about its target."""
+    text = target.config.get_text_config()
+    return {
+        "vocab_size": target.get_input_embeddings().weight.shape[0],
+        "target_hidden_size": text.hidden_size,
+        "target_num_hidden_layers": text.num_hidden_layers,
+        "target_name_or_path": target.name_or_path,
+        "target_tokenizer_hash": tokenizer_fingerprint(tokenizer),
+        "eagle_aux_hidden_state_layer_ids": default_layer_ids(text.num_hidden_layers),
+    }
+
+
+@strict
+class PEagleConfig(DrafterConfig, LlamaConfig):
+    r"""
+    A drafter with layers of its own, which the fields of [`LlamaConfig`] describe.
+
+    Args (beside those of [`DrafterConfig`]):
+        own_embeddings (`bool`): The checkpoint carries `embed_tokens`. Otherwise the target's table is borrowed.
+    """
+
+    own_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.hidden_size
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Part of `@strict`-powered validation: runs at construction and before every save."""
+        super().validate_architecture()
+        if self.num_hidden_layers < 1:
+            raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}: a drafter has at least one layer.")
+        if not self.own_embeddings and self.hidden_size != self.target_hidden_size:
+            raise ValueError(
+                f"A drafter of width {self.hidden_size} cannot borrow the embeddings of a target of width "
+                f"{self.target_hidden_size}: set own_embeddings=True."
+            )
+
+    def to_dict(self):
+        """As the parent's, with the keys that vLLM's EAGLE-3 loader reads derived from our own fields.
+
+        `save_pretrained` writes the Python class into `architectures`, which vLLM does not know, so it is set here: every
+        way to a `config.json`, a Trainer checkpoint included, passes through this method.
+        """
+        return super().to_dict() | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "eagle_config": {
+                "use_aux_hidden_state": True,
+                "eagle_aux_hidden_state_layer_ids": list(self.eagle_aux_hidden_state_layer_ids),
+            },
+            "num_aux_hidden_states": len(self.eagle_aux_hidden_state_layer_ids),
+            "parallel_drafting": True,
+            "pard_token": self.mask_token_id,
+            "ptd_token_id": self.mask_token_id,
+            "norm_before_residual": False,
+            "norm_before_fc": False,
+            "norm_output": False,
+        }
+
+    @classmethod
+    def for_target(
+        cls, target, tokenizer, *, mask_token_id: int, num_hidden_layers: int = 1, **kwargs
+    ) -> "PEagleConfig":
+        """A drafter configuration shaped after a target: same width, heads, MLP and RoPE base.
+
+        Args:
+            target (`PreTrainedModel`): A causal language model, or a composite one with a text model inside.
+            tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer, whose hash is stored.
+            mask_token_id (`int`): See the class.
+            num_hidden_layers (`int`): Layers of the drafter.
+            kwargs: Any other field, taking precedence (`hidden_size`, `draft_vocab_size`, `num_depths`, ...).
+        """
+        text = target.config.get_text_config()
+        # The drafter's RoPE only needs the target's base frequency; context-extension scalings stay the target's own.
+        # Gemma-3 keeps one set of RoPE parameters per kind of layer.
+        rope = text.rope_parameters.get("full_attention", text.rope_parameters)
+        fields = {
+            "hidden_size": text.hidden_size,
+            "intermediate_size": text.intermediate_size,
+            "num_attention_heads": text.num_attention_heads,
+            "num_key_value_heads": text.num_key_value_heads,
+            "head_dim": getattr(text, "head_dim", None),  # some families derive it
+            "rms_norm_eps": text.rms_norm_eps,
+            "max_position_embeddings": text.max_position_embeddings,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope["rope_theta"]},
+            "bos_token_id": text.bos_token_id,
+            "eos_token_id": text.eos_token_id,
+            "pad_token_id": text.pad_token_id,
+            "mask_token_id": mask_token_id,
+            "num_hidden_layers": num_hidden_layers,
+        }
+        return cls(**fields | target_fields(target, tokenizer) | kwargs)
+
+
+@strict
+class PEagleBackboneConfig(DrafterConfig):
+    r"""
+    A drafter whose body is a pretrained language model. vLLM cannot serve it.
+
+    Args (beside those of [`DrafterConfig`]):
+        vocab_size (`int`): Rows of the target's embedding that the backbone's has too, as the padding may differ.
+        lm_config (`PreTrainedConfig`): The backbone's own configuration.
+        lora (`dict`, *optional*): In checkpoints of a LoRA training, its settings; the finished drafter is merged.
+    """
+
+    model_type = "peagle_backbone"
+    sub_configs_defaults = {"lm_config": SubConfigSpec(AutoConfig, model_type="llama")}
+    own_embeddings = True
+    # A language model reads its text from the first token on.
+    first_slot = True
+
+    lm_config: dict | PreTrainedConfig | None = None
+    lora: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.target_hidden_size is None:
+            self.target_hidden_size = self.lm_config.hidden_size
+
+    @classmethod
+    def for_backbone(
+        cls, target, tokenizer, backbone, backbone_tokenizer, *, mask_token_id: int, **kwargs
+    ) -> "PEagleBackboneConfig":
+        """A drafter configuration around a backbone.
+
+        Args:
+            target (`PreTrainedModel`): A causal language model, or a composite one with a text model inside.
+            tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer, whose hash is stored.
+            backbone (`PreTrainedModel`): The causal language model that becomes the drafter.
+            backbone_tokenizer (`PreTrainedTokenizerBase`): Its tokenizer, which has to be the target's.
+            mask_token_id (`int`): See the class.
+            kwargs: Any other field, taking precedence (`draft_vocab_size`, `num_depths`, ...).
+
+        Raises:
+            ValueError: The backbone is of another family than those whose attention is known, or has another tokenizer.
+        """
+        lm_config, fields = copy.deepcopy(backbone.config.get_text_config()), target_fields(target, tokenizer)
+        if lm_config.model_type not in BACKBONES:
+            raise ValueError(f"A {lm_config.model_type} model cannot be a drafter; {', '.join(BACKBONES)} models can.")
+        rows = backbone.get_input_embeddings().weight.shape[0]
+        same = tokenizer_fingerprint(backbone_tokenizer) == fields["target_tokenizer_hash"]
+        if not same or abs(rows - fields["vocab_size"]) >= MAX_VOCAB_PADDING:
+            raise ValueError(
+                f"The tokenizer of {backbone.name_or_path or 'the backbone'} gives the token ids another meaning than "
+                f"that of {target.name_or_path or 'the target'}: choose a smaller model of the target's own family."
+            )
+        lm_config.dtype = None
+        fields |= {"vocab_size": min(rows, fields["vocab_size"]), "mask_token_id": mask_token_id}
+        return cls(**fields | {"lm_config": lm_config} | kwargs)
+
+
 PEagleConfig.register_for_auto_class()
+PEagleBackboneConfig.register_for_auto_class()

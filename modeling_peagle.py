@@ -8,6 +8,9 @@ A *slot* is one row of the drafter's input, named by its anchor (a position of t
 Slot (a, d) stands at RoPE position a + d and predicts token a + 2 + d. Three facts are shared by training and decoding
 and live here once: what a slot holds ([`slot_layout`]), what it sees ([`slot_visibility`]), and which layers of the target
 feed it (`default_layer_ids`). Paper: https://huggingface.co/papers/2602.01469.
+
+[`Drafter`] is what this drafter shares with the one whose body is a pretrained language model
+(`modeling_peagle_backbone.py`).
 """
 
 from collections.abc import Callable
@@ -32,11 +35,11 @@ from transformers.utils import ModelOutput
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
     from .attach_peagle import attach
-    from .configuration_peagle import PEagleConfig
+    from .configuration_peagle import DrafterConfig, PEagleConfig
     from .generation_peagle import speculative_generate
 except ImportError:
     from attach_peagle import attach
-    from configuration_peagle import PEagleConfig
+    from configuration_peagle import DrafterConfig, PEagleConfig
     from generation_peagle import speculative_generate
 
 
@@ -46,24 +49,26 @@ MAX_SLOTS = 1024
 MAX_LOGITS = 2**24
 
 
-def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int):
-    """What each slot holds.
+def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int, first_slot: bool = False):
+    """What each slot holds, and where it stands: behind as many others as its document has real slots before it.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(tokens,)`): Real tokens; documents may be packed one after the other.
         position_ids (`torch.LongTensor` of shape `(tokens,)`): Their positions, restarting with each document.
-        anchor (`torch.LongTensor` of shape `(slots,)`): Index into `input_ids`, at most `tokens - 2`.
+        anchor (`torch.LongTensor` of shape `(slots,)`): Index into `input_ids`, at most `tokens - 2`. That of the first
+            token's slot is the one before the document, -1 for the first.
         depth (`torch.LongTensor` of shape `(slots,)`): 0 for a slot with real features, 1 and more for mask slots.
         mask_token_id (`int`): The reserved token of mask slots.
+        first_slot (`bool`): Whether the first token of a document has a real slot, although it has no features.
 
     Returns:
         `(slot_ids, feature_index, slot_positions)`, three `torch.LongTensor` of shape `(slots,)`: the token whose
         embedding enters, which features enter (0 for `mask_hidden`, `1 + anchor` for the target's), and the RoPE position.
     """
-    masked = depth > 0
+    masked, position = depth > 0, position_ids[anchor + 1]
     slot_ids = input_ids[anchor + 1].masked_fill(masked, mask_token_id)
-    feature_index = (anchor + 1).masked_fill(masked, 0)
-    return slot_ids, feature_index, position_ids[anchor] + depth
+    feature_index = (anchor + 1).masked_fill(masked | (position == 0), 0)
+    return slot_ids, feature_index, position + depth - int(not first_slot)
 
 
 def slot_visibility(query_anchor, query_depth, key_anchor, key_depth):
@@ -93,39 +98,14 @@ class PEagleOutput(ModelOutput):
     scores: torch.Tensor | None = None
 
 
-class PEagleFirstLayer(LlamaDecoderLayer):
-    """A Llama layer whose queries, keys and values read `[norm(embedding); norm(fused features)]`, 2H wide (EAGLE-3)."""
+class Drafter:
+    """What all drafters do, a mixin before a [`PreTrainedModel`] with a [`DrafterConfig`].
 
-    def __init__(self, config: PEagleConfig, layer_idx: int = 0):
-        super().__init__(config, layer_idx)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            setattr(
-                self.self_attn, name, nn.Linear(2 * config.hidden_size, narrow.out_features, narrow.bias is not None)
-            )
-
-    def forward(self, hidden_states, inputs_embeds, **kwargs):
-        residual = hidden_states
-        hidden_states = torch.cat([self.input_layernorm(inputs_embeds), self.hidden_norm(hidden_states)], dim=-1)
-        hidden_states, _ = self.self_attn(hidden_states, **kwargs)
-        hidden_states = residual + hidden_states
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
-class PEagleModel(LlamaPreTrainedModel):
-    """
-    The drafter. Load it with `AutoModel.from_pretrained(folder, trust_remote_code=True)`, then
-    `drafter.attach(target)` makes `target.generate(**inputs, assistant_model=drafter)` decode speculatively.
-
-    The names and shapes of its tensors are those of vLLM's EAGLE-3 loader, so the folder is served as it is. Unless
-    `config.own_embeddings`, the checkpoint holds no embedding table: callers pass the target's.
+    The model adds its parts by [`_add_fusion`] and [`_add_head`], and defines `forward` as [`PEagleModel.forward`].
     """
 
-    config: PEagleConfig
-    base_model_prefix = "peagle"
+    config: DrafterConfig
     main_input_name = "input_ids"
-    _no_split_modules = ["LlamaDecoderLayer", "PEagleFirstLayer"]
     # Slots attend by an explicit 4D mask, which these kernels do not take.
     _supports_flash_attn = False
     _supports_flex_attn = False
@@ -133,35 +113,31 @@ class PEagleModel(LlamaPreTrainedModel):
     attach = attach
     speculative_generate = speculative_generate
 
-    def __init__(self, config: PEagleConfig):
-        super().__init__(config)
-        if config.own_embeddings:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        num_layers = len(config.eagle_aux_hidden_state_layer_ids)
+    def _add_fusion(self, width: int, eps: float):
+        config = self.config
         self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.num_features))
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(
-                LlamaRMSNorm(config.target_hidden_size, eps=config.rms_norm_eps) for _ in range(num_layers)
+                LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in config.eagle_aux_hidden_state_layer_ids
             )
-        self.fc = nn.Linear(config.num_features, config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(
-            [PEagleFirstLayer(config)] + [LlamaDecoderLayer(config, i) for i in range(1, config.num_hidden_layers)]
-        )
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        if config.draft_vocab_size < config.vocab_size:
+        self.fc = nn.Linear(config.num_features, width, bias=False)
+
+    def _add_head(self, width: int):
+        self.lm_head = nn.Linear(width, self.config.draft_vocab_size, bias=False)
+        if self.config.draft_vocab_size < self.config.vocab_size:
             # Offsets, not ids: draft token i is target token i + d2t[i] (vLLM refuses the tensor for a full vocabulary).
-            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self.rotary_emb = LlamaRotaryEmbedding(config)
-        self.post_init()
+            self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.long))
 
     def _init_weights(self, module):
         super()._init_weights(module)
         if module is self:
             init.normal_(self.mask_hidden)
 
-    def get_input_embeddings(self):
-        return self.embed_tokens if self.config.own_embeddings else None
+    def _take_head(self, weight: torch.Tensor, draft_ids: torch.LongTensor | None):
+        """Copies the draft vocabulary's rows of a head `(at least vocab_size, width)`, fitted to the drafter's width."""
+        if draft_ids is not None and self.config.draft_vocab_size < self.config.vocab_size:
+            self.d2t.copy_(draft_ids - torch.arange(self.config.draft_vocab_size))
+        self.lm_head.weight.copy_(fit_width(weight.float()[self.draft_ids()], self.lm_head.in_features))
 
     def __getattr__(self, name):
         # The first thing that transformers asks of an assistant it does not know. Without this, the user would read that
@@ -185,56 +161,27 @@ class PEagleModel(LlamaPreTrainedModel):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(features)
 
-    def forward(
-        self,
-        input_ids: torch.LongTensor,
-        features: torch.Tensor,
-        feature_index: torch.LongTensor,
-        position_ids: torch.LongTensor,
-        visible: torch.BoolTensor,
-        embedding: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        rows: slice | torch.LongTensor = slice(None),
-        score: Callable[[torch.Tensor, slice], torch.Tensor] | None = None,
-    ) -> PEagleOutput:
-        """One pass over slots (see [`slot_layout`] for the first, third and fourth argument).
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `(batch, slots)`): Token half of each slot.
-            features (`torch.Tensor` of shape `(batch, tokens, layers * target_hidden_size)`): Hidden states of the target
-                at `eagle_aux_hidden_state_layer_ids`, concatenated in that order. Cast to the drafter's dtype.
-            feature_index (`torch.LongTensor` of shape `(batch, slots)`): 0 for `mask_hidden`, `1 + i` for row `i`.
-            position_ids (`torch.LongTensor` of shape `(batch, slots)`): RoPE positions.
-            visible (`torch.BoolTensor` of shape `(batch, slots, cached + slots)`): From [`slot_visibility`].
-            embedding (`torch.Tensor` of shape `(vocab_size, hidden_size)`, *optional*): The target's embedding table,
-                unless the drafter has its own.
-            cache (`Cache`, *optional*): Keys and values of earlier slots; these are appended.
-            rows (`slice` or `torch.LongTensor`): The slots to score; the head is as large as all layers together.
-            score (`Callable`, *optional*): For training a batch of 1, takes the logits `(n, draft_vocab_size)` of some of the
-                rows and which ones (a `slice`), and returns a tensor `(..., n)`. The logits of all rows never exist at once.
-        """
-        table = self.embed_tokens.weight if self.config.own_embeddings else embedding
-        inputs_embeds = F.embedding(input_ids, table).to(self.dtype)
+    def slot_features(self, features, feature_index) -> torch.Tensor:
+        """The fused half of each slot, `(batch, slots, hidden_size)`; for the arguments see [`PEagleModel.forward`]."""
         # All mask slots share one input, so it is fused once and not once per slot.
         mask_hidden = self.mask_hidden.expand(features.shape[0], -1, -1)
         fused = self.fuse(torch.cat([mask_hidden, features.to(self.dtype)], dim=1))
-        hidden_states = fused.gather(1, feature_index[..., None].expand(-1, -1, fused.shape[-1]))
+        return fused.gather(1, feature_index[..., None].expand(-1, -1, fused.shape[-1]))
 
+    def attention_mask(self, visible: torch.BoolTensor) -> torch.Tensor:
+        """`(batch, slots, keys)` to what the attention takes, `(batch, 1, slots, keys)`."""
         mask = visible[:, None]
         if self.config._attn_implementation == "eager":
             mask = torch.where(mask, 0.0, torch.finfo(self.dtype).min).to(self.dtype)
-        shared = {
-            "attention_mask": mask,
-            "position_embeddings": self.rotary_emb(hidden_states, position_ids),
-            "cache": cache,
-        }
-        hidden_states = self.layers[0](hidden_states, inputs_embeds=inputs_embeds, **shared)
-        for layer in self.layers[1:]:
-            hidden_states = layer(hidden_states, **shared)
-        hidden_states = self.norm(hidden_states[:, rows])
+        return mask
+
+    def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(hidden_states)
+
+    def _output(self, hidden_states: torch.Tensor, cache, score) -> PEagleOutput:
         output = PEagleOutput(last_hidden_state=hidden_states, cache=cache)
         if score is None:
-            output.logits = self.lm_head(hidden_states)
+            output.logits = self.head(hidden_states)
         else:
             output.scores = self._score(hidden_states[0], score)
         return output
@@ -243,7 +190,7 @@ class PEagleModel(LlamaPreTrainedModel):
         rows, size = len(hidden_states), max(MAX_LOGITS // self.config.draft_vocab_size, 1)
 
         def part(hidden_states, rows):
-            return score(self.lm_head(hidden_states), rows)
+            return score(self.head(hidden_states), rows)
 
         if rows <= size:
             return part(hidden_states, slice(0, rows))
@@ -270,16 +217,19 @@ class PEagleModel(LlamaPreTrainedModel):
             self.draft(input_ids[: MAX_SLOTS + 1], features[:, :MAX_SLOTS], 1, cache, embedding)
             input_ids, features = input_ids[MAX_SLOTS:], features[:, MAX_SLOTS:]
         verified, cached, device = features.shape[1], cache.get_seq_length(), self.device
+        first_slot = int(self.config.first_slot)
+        read = max(cached - first_slot, 0)  # tokens before these
         # Every verified slot, then the chain of mask slots at the last one.
-        anchor = torch.arange(verified + num_tokens - 1, device=device).clamp(max=verified - 1)
-        depth = torch.arange(verified + num_tokens - 1, device=device) - anchor
-        position_ids = cached + torch.arange(verified + 1, device=device)
+        slots = torch.arange(-1 if first_slot and not cached else 0, verified + num_tokens - 1, device=device)
+        anchor = slots.clamp(max=verified - 1)
+        depth = slots - anchor
+        position_ids = read + torch.arange(verified + 1, device=device)
         slot_ids, feature_index, slot_positions = slot_layout(
-            input_ids, position_ids, anchor, depth, self.config.mask_token_id
+            input_ids, position_ids, anchor, depth, self.config.mask_token_id, first_slot
         )
-        key_anchor = torch.cat([torch.arange(cached, device=device), cached + anchor])
+        key_anchor = torch.cat([torch.arange(cached, device=device) - first_slot, read + anchor])
         key_depth = F.pad(depth, (cached, 0))
-        visible = slot_visibility((cached + anchor)[:, None], depth[:, None], key_anchor, key_depth)
+        visible = slot_visibility((read + anchor)[:, None], depth[:, None], key_anchor, key_depth)
         output = self(
             slot_ids[None],
             features,
@@ -331,6 +281,97 @@ class PEagleModel(LlamaPreTrainedModel):
             )
         return (model, info) if output_loading_info else model
 
+
+class PEagleFirstLayer(LlamaDecoderLayer):
+    """A Llama layer whose queries, keys and values read `[norm(embedding); norm(fused features)]`, 2H wide (EAGLE-3)."""
+
+    def __init__(self, config: PEagleConfig, layer_idx: int = 0):
+        super().__init__(config, layer_idx)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            narrow = getattr(self.self_attn, name)
+            setattr(
+                self.self_attn, name, nn.Linear(2 * config.hidden_size, narrow.out_features, narrow.bias is not None)
+            )
+
+    def forward(self, hidden_states, inputs_embeds, **kwargs):
+        residual = hidden_states
+        hidden_states = torch.cat([self.input_layernorm(inputs_embeds), self.hidden_norm(hidden_states)], dim=-1)
+        hidden_states, _ = self.self_attn(hidden_states, **kwargs)
+        hidden_states = residual + hidden_states
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class PEagleModel(Drafter, LlamaPreTrainedModel):
+    """
+    The drafter. Load it with `AutoModel.from_pretrained(folder, trust_remote_code=True)`, then
+    `drafter.attach(target)` makes `target.generate(**inputs, assistant_model=drafter)` decode speculatively.
+
+    The names and shapes of its tensors are those of vLLM's EAGLE-3 loader, so the folder is served as it is. Unless
+    `config.own_embeddings`, the checkpoint holds no embedding table: callers pass the target's.
+    """
+
+    config: PEagleConfig
+    base_model_prefix = "peagle"
+    _no_split_modules = ["LlamaDecoderLayer", "PEagleFirstLayer"]
+
+    def __init__(self, config: PEagleConfig):
+        super().__init__(config)
+        if config.own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self._add_fusion(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            [PEagleFirstLayer(config)] + [LlamaDecoderLayer(config, i) for i in range(1, config.num_hidden_layers)]
+        )
+        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self._add_head(config.hidden_size)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed_tokens if self.config.own_embeddings else None
+
+    def forward(
+        self,
+        input_ids: torch.LongTensor,
+        features: torch.Tensor,
+        feature_index: torch.LongTensor,
+        position_ids: torch.LongTensor,
+        visible: torch.BoolTensor,
+        embedding: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        rows: slice | torch.LongTensor = slice(None),
+        score: Callable[[torch.Tensor, slice], torch.Tensor] | None = None,
+    ) -> PEagleOutput:
+        """One pass over slots (see [`slot_layout`] for the first, third and fourth argument).
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(batch, slots)`): Token half of each slot.
+            features (`torch.Tensor` of shape `(batch, tokens, layers * target_hidden_size)`): Hidden states of the target
+                at `eagle_aux_hidden_state_layer_ids`, concatenated in that order. Cast to the drafter's dtype.
+            feature_index (`torch.LongTensor` of shape `(batch, slots)`): 0 for `mask_hidden`, `1 + i` for row `i`.
+            position_ids (`torch.LongTensor` of shape `(batch, slots)`): RoPE positions.
+            visible (`torch.BoolTensor` of shape `(batch, slots, cached + slots)`): From [`slot_visibility`].
+            embedding (`torch.Tensor` of shape `(vocab_size, hidden_size)`, *optional*): The target's embedding table,
+                unless the drafter has its own.
+            cache (`Cache`, *optional*): Keys and values of earlier slots; these are appended.
+            rows (`slice` or `torch.LongTensor`): The slots to score; the head is as large as all layers together.
+            score (`Callable`, *optional*): For training a batch of 1, takes the logits `(n, draft_vocab_size)` of some of the
+                rows and which ones (a `slice`), and returns a tensor `(..., n)`. The logits of all rows never exist at once.
+        """
+        table = self.embed_tokens.weight if self.config.own_embeddings else embedding
+        inputs_embeds = F.embedding(input_ids, table).to(self.dtype)
+        hidden_states = self.slot_features(features, feature_index)
+        shared = {
+            "attention_mask": self.attention_mask(visible),
+            "position_embeddings": self.rotary_emb(hidden_states, position_ids),
+            "cache": cache,
+        }
+        hidden_states = self.layers[0](hidden_states, inputs_embeds=inputs_embeds, **shared)
+        for layer in self.layers[1:]:
+            hidden_states = layer(hidden_states, **shared)
+        return self._output(self.norm(hidden_states[:, rows]), cache, score)
+
     @classmethod
     @torch.no_grad()
     def from_target(cls, target, config: PEagleConfig, draft_ids: torch.LongTensor | None = None) -> "PEagleModel":
@@ -344,13 +385,9 @@ class PEagleModel(LlamaPreTrainedModel):
                 distinct and ascending; None for the full vocabulary.
         """
         model = cls(config).float()
-        head = target.get_output_embeddings().weight.float()
-        table = target.get_input_embeddings().weight.float()
-        if draft_ids is not None and config.draft_vocab_size < config.vocab_size:
-            model.d2t.copy_(draft_ids - torch.arange(config.draft_vocab_size))
-            head = head[draft_ids]
-        model.lm_head.weight.copy_(fit_width(head, config.hidden_size))
+        model._take_head(target.get_output_embeddings().weight, draft_ids)
         if config.own_embeddings:
+            table = target.get_input_embeddings().weight.float()
             model.embed_tokens.weight.copy_(fit_width(table, config.hidden_size))
         return model
 

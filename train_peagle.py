@@ -1,7 +1,8 @@
 """Train a P-EAGLE drafter on conversations: `accelerate launch train_peagle.py --train_file chats.jsonl --output_dir out`.
 
 The frozen target reads each packed block once and supplies both the features that the drafter sees and the distribution
-that it learns; the drafter learns all depths of all sampled slots in one forward. Every checkpoint is a complete drafter.
+that it learns; the drafter learns all depths of all sampled slots in one forward. Every checkpoint is a complete drafter
+(with --use_lora only the finished one, the others to resume from).
 """
 
 import json
@@ -22,13 +23,15 @@ from transformers.trainer_utils import set_seed, sort_checkpoints
 from trl import TrlParser
 
 from acceptance_peagle import held_out_prompts
-from configuration_peagle import PEagleConfig
+from configuration_peagle import DrafterConfig, PEagleBackboneConfig, PEagleConfig
 from data.collator import PackingCollator
 from data.feature_shards import FeatureShards
 from data.sequence_packing import first_sample, load_blocks, pack_file
 from data.vocabulary import choose_draft_vocabulary, choose_mask_token, count_tokens
+from lora_peagle import add_lora, merge_lora
 from losses_peagle import LOSSES, WEIGHTS
-from modeling_peagle import PEagleModel
+from modeling_peagle import Drafter, PEagleModel
+from modeling_peagle_backbone import PEagleBackboneModel
 from target_peagle import DEFAULT_TARGET, load_target, stop_token_ids
 from trainer_peagle import PEagleTrainer, TargetSignals
 
@@ -51,7 +54,18 @@ class PEagleArguments(TrainingArguments):
     )
     eval_fraction: float = HfArg(default=0.05, help="Share of the conversations that is held out.")
     max_seq_len: int = HfArg(default=512, help="Tokens per packed block; longer conversations become windows.")
-    num_layers: int = HfArg(default=1, help="Layers of the drafter.")
+    drafter_model: str | None = HfArg(
+        default=None,
+        help="Hub id or folder of a small language model of the target's family to make the drafter of; a drafter with layers "
+        "of its own if unset.",
+    )
+    use_lora: bool = HfArg(default=False, help="Train the model of --drafter_model by LoRA; else all of it.")
+    lora_rank: int = HfArg(default=64, help="Rank of the updates.")
+    lora_alpha: int = HfArg(default=256, help="The updates count lora_alpha / lora_rank.")
+    lora_target_modules: str = HfArg(
+        default="all-linear", help="Layers to update: `all-linear`, or names separated by commas."
+    )
+    num_layers: int = HfArg(default=1, help="Layers of a drafter without --drafter_model.")
     draft_vocab_size: int = HfArg(
         default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary."
     )
@@ -75,10 +89,11 @@ class PEagleArguments(TrainingArguments):
         default=0.0, help="Uniform noise on the features, as a share of their root mean square."
     )
     mask_token_id: int | None = HfArg(default=None, help="Reserved token of the mask slots; found if unset.")
-    embeddings: str = HfArg(
-        default="borrowed",
+    embeddings: str | None = HfArg(
+        default=None,
         help="Token half of the slots: `borrowed` (the target's table, frozen), `mask_row` (a copy, only the mask token's "
-        "row is trained) or `trained` (a copy, all trained). The latter two save the table with the drafter.",
+        "row is trained) or `trained` (a copy, all trained). The latter two save the table with the drafter. If unset, "
+        "borrowed, and mask_row of the model's own table with --drafter_model.",
     )
     keep_features: bool = HfArg(
         default=False, help="Keep the target's outputs in memory, so that it runs in the first epoch only."
@@ -135,10 +150,20 @@ class PEagleArguments(TrainingArguments):
             )
         if self.save_dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"--save_dtype is {self.save_dtype!r}; choose float32, bfloat16 or float16.")
+        if self.embeddings is None:
+            self.embeddings = "borrowed" if self.drafter_model is None else "mask_row"
         choices = {"embeddings": ("borrowed", "mask_row", "trained"), "loss": LOSSES, "depth_weights": WEIGHTS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
+        if self.use_lora and self.drafter_model is None:
+            raise ValueError("--use_lora trains the model of --drafter_model: name one.")
+        possible = ("mask_row",) if self.use_lora else ("mask_row", "trained")
+        if self.drafter_model is not None and self.embeddings not in possible:
+            raise ValueError(
+                f"--embeddings {self.embeddings}: with --drafter_model{' and --use_lora' if self.use_lora else ''} choose "
+                f"{' or '.join(possible)}."
+            )
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval_fraction is {self.eval_fraction}; choose from 0 (hold nothing out) to below 1.")
         if self.segment_length < 1:
@@ -159,14 +184,40 @@ class PEagleArguments(TrainingArguments):
             )
 
 
-def freeze(drafter: PEagleModel, embeddings: str):
-    """The head stays the target's where the widths agree; `embeddings` is the option of that name."""
-    same_width = drafter.config.hidden_size == drafter.config.target_hidden_size
-    drafter.lm_head.weight.requires_grad_(not same_width)
+def build_drafter(args: PEagleArguments, target, tokenizer, draft_ids: torch.LongTensor | None) -> Drafter:
+    """A fresh drafter of the kind that the flags name, with what is not trained frozen."""
+    fields = {
+        "mask_token_id": args.mask_token_id,
+        "draft_vocab_size": args.draft_vocab_size or None,
+        "num_depths": args.num_depths,
+        "speculation_depth": args.speculation_depth,
+        "target_name_or_path": args.target_model or DEFAULT_TARGET,
+    }
+    if args.drafter_model is None:
+        shape = {"num_hidden_layers": args.num_layers, "own_embeddings": args.embeddings != "borrowed"}
+        config = PEagleConfig.for_target(target, tokenizer, **shape, **fields)
+        drafter = PEagleModel.from_target(target, config, draft_ids)
+    else:
+        backbone, backbone_tokenizer = load_target(args.drafter_model, dtype=torch.float32, device="cpu")
+        config = PEagleBackboneConfig.for_backbone(target, tokenizer, backbone, backbone_tokenizer, **fields)
+        drafter = PEagleBackboneModel.from_backbone(backbone, config, draft_ids)
+    if args.use_lora:
+        add_lora(drafter, args.lora_rank, args.lora_alpha, args.lora_target_modules)
+    else:
+        freeze(drafter, args.embeddings)
+    return drafter
+
+
+def freeze(drafter: Drafter, embeddings: str):
+    """A drafter's head stays the target's if it is one, of its width; `embeddings` is the option of that name."""
+    if isinstance(drafter, PEagleModel):
+        same_width = drafter.config.hidden_size == drafter.config.target_hidden_size
+        drafter.lm_head.weight.requires_grad_(not same_width)
     if embeddings == "mask_row":
-        row = torch.zeros(drafter.config.vocab_size, 1)
+        table = drafter.get_input_embeddings().weight
+        row = torch.zeros(len(table), 1)
         row[drafter.config.mask_token_id] = 1
-        drafter.embed_tokens.weight.register_hook(lambda grad: grad * row.to(grad))
+        table.register_hook(lambda grad: grad * row.to(grad))
 
 
 def read_blocks(args: PEagleArguments, tokenizer, stop_ids: set[int]) -> dict:
@@ -193,7 +244,7 @@ def is_whole(checkpoint: str) -> bool:
     return True
 
 
-def checkpoint_to_resume(args: PEagleArguments, config: PEagleConfig) -> str | None:
+def checkpoint_to_resume(args: PEagleArguments, config: DrafterConfig) -> str | None:
     """The checkpoint that `--resume` names, `true` for the last whole one of `--output_dir`; None without it.
 
     Raises:
@@ -212,7 +263,7 @@ def checkpoint_to_resume(args: PEagleArguments, config: PEagleConfig) -> str | N
             print(f"{there[-1]} was not written to its end; going on with {path or 'nothing'}")
     if path is None or not is_whole(path):
         raise ValueError(f"--resume: there is no whole checkpoint in {path or args.output_dir}.")
-    saved, ours = PEagleConfig.from_pretrained(path).to_dict(), config.to_dict()
+    saved, ours = type(config).from_pretrained(path).to_dict(), config.to_dict()
     unshaped = ("dtype", "transformers_version", "_name_or_path")
     differ = [key for key in ours if key not in unshaped and saved.get(key) != ours[key]]
     if differ:
@@ -285,22 +336,11 @@ def main(args: PEagleArguments):
         args.mask_token_id = choose_mask_token(tokenizer, used)
     elif args.mask_token_id in used:
         raise ValueError(f"--mask_token_id {args.mask_token_id} occurs in the chats: name a token that never does.")
-    config = PEagleConfig.for_target(
-        target,
-        tokenizer,
-        mask_token_id=args.mask_token_id,
-        num_hidden_layers=args.num_layers,
-        draft_vocab_size=args.draft_vocab_size or None,
-        num_depths=args.num_depths,
-        speculation_depth=args.speculation_depth,
-        own_embeddings=args.embeddings != "borrowed",
-        target_name_or_path=args.target_model or DEFAULT_TARGET,
-    )
+    drafter = build_drafter(args, target, tokenizer, draft_ids)
+    config = drafter.config
     prompts = [*islice(held_out_prompts(texts_of(held_out), args.max_seq_len), args.eval_prompts)]
     if not prompts:  # nothing to be judged by
         args.eval_strategy, args.load_best_model_at_end = "no", False
-    drafter = PEagleModel.from_target(target, config, draft_ids)
-    freeze(drafter, args.embeddings)
     if args.feature_dir is not None:
         train.check(target, tokenizer, config.eagle_aux_hidden_state_layer_ids)
 
@@ -309,7 +349,9 @@ def main(args: PEagleArguments):
         args=args,
         train_dataset=train,
         eval_dataset=held_out if len(held_out) else None,
-        data_collator=PackingCollator(args.num_depths, args.cod_ratio, args.cod_floor, args.max_anchors),
+        data_collator=PackingCollator(
+            args.num_depths, args.cod_ratio, args.cod_floor, args.max_anchors, config.first_slot
+        ),
         signals=TargetSignals(target, config, drafter.draft_ids(), args.keep_features),
         prompts=prompts,
     )
@@ -327,6 +369,8 @@ def main(args: PEagleArguments):
     trainer.train(resume_from_checkpoint=checkpoint)
     if len(held_out):
         print("held-out conversations:", trainer.evaluate())
+    if args.use_lora:
+        merge_lora(drafter)
     if trainer.is_world_process_zero():
         drafter.to(getattr(torch, args.save_dtype)).save_pretrained(args.output_dir)
         print(

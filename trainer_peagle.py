@@ -115,6 +115,7 @@ class PEagleTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self.label_names = ["labels"]
         self.draft_ids, self.mask_token_id = self.model.draft_ids(), self.model.config.mask_token_id
+        self.first_slot = self.model.config.first_slot
         self.embedding = None
         if not self.model.config.own_embeddings:
             self.embedding = signals.target.get_input_embeddings().weight
@@ -161,7 +162,7 @@ class PEagleTrainer(Trainer):
     def _segments(self, inputs) -> list[list[tuple[int, int]]]:
         """As [`cut_segments`], without what no loss depends on; at least one, as all processes have to go along."""
         segments = cut_segments(inputs["cu_seq_lens_q"].tolist(), self.args.segment_length)
-        learned = inputs["anchor"][inputs["labels"][0] != -100]
+        learned = inputs["anchor"][inputs["labels"][0] != -100] + 1
         needed = []
         for pieces in segments:
             ends = [
@@ -179,7 +180,7 @@ class PEagleTrainer(Trainer):
         gradients = [torch.zeros_like(tensor) for tensor in past]
         total = torch.zeros((), device=row["hidden"].device)
         for start, stop in reversed(pieces):
-            begin, end = start - first, min(stop, pieces[-1][0]) - first
+            begin, end = self._real_slots(first, start), self._real_slots(first, min(stop, pieces[-1][0]))
             given = [tensor[:, :, :begin].requires_grad_(backward is not None) for tensor in past]
             with nullcontext() if last and start == first else self.accelerator.no_sync(model):
                 with self.compute_loss_context_manager():
@@ -201,31 +202,41 @@ class PEagleTrainer(Trainer):
         cache = DynamicCache()
         for start, stop in pieces:
             real = row["depth"] == 0
-            slots, _ = self._slots(row, row["anchor"][real], row["depth"][real], start, stop, start - pieces[0][0])
+            cached = self._real_slots(pieces[0][0], start)
+            slots, _ = self._slots(row, row["anchor"][real], row["depth"][real], start, stop, cached)
             with self.compute_loss_context_manager():
                 model(**slots, cache=cache, rows=slice(0, 0))
         return keys_and_values(cache)
 
+    def _real_slots(self, first, token) -> int:
+        """How many real slots a document that starts at `first` has before a token."""
+        return max(token - first - (not self.first_slot), 0)
+
     def _slots(self, row, anchor, depth, start, stop, cached) -> tuple[dict, torch.BoolTensor]:
-        """The drafter's arguments for the slots anchored in a range of tokens, behind `cached` real slots; and which these are."""
-        own = (anchor >= start) & (anchor < stop)
+        """The drafter's arguments for the slots of a range of tokens, behind `cached` real slots; and which these are.
+
+        A slot belongs to the token after its anchor.
+        """
+        own = (anchor + 1 >= start) & (anchor + 1 < stop)
         anchor, depth = anchor[own], depth[own]
+        begin = max(start - 1, 0)  # the first anchor with features
         slot_ids, feature_index, slot_positions = slot_layout(
-            row["input_ids"][0, start : stop + 1],
-            row["position_ids"][0, start : stop + 1],
-            anchor - start,
+            row["input_ids"][0, begin:stop],
+            row["position_ids"][0, begin:stop],
+            anchor - begin,
             depth,
             self.mask_token_id,
+            self.first_slot,
         )
-        key_anchor = torch.cat([torch.arange(start - cached, start, device=anchor.device), anchor])
+        key_anchor = torch.cat([torch.arange(start - cached, start, device=anchor.device) - 1, anchor])
         visible = slot_visibility(anchor[:, None], depth[:, None], key_anchor, F.pad(depth, (cached, 0)))
         document = row["document_ids"][0]
         arguments = {
             "input_ids": slot_ids[None],
-            "features": row["features"][:, start:stop],
+            "features": row["features"][:, begin : stop - 1],
             "feature_index": feature_index[None],
             "position_ids": slot_positions[None],
-            "visible": (visible & (document[anchor][:, None] == document[key_anchor]))[None],
+            "visible": (visible & (document[anchor + 1][:, None] == document[key_anchor + 1]))[None],
             "embedding": self.embedding,
         }
         return arguments, own

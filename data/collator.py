@@ -6,7 +6,14 @@ import torch
 
 
 def sample_slots(
-    loss_mask, document_ids, num_depths: int, cod_ratio: float, cod_floor: float, max_anchors=None, generator=None
+    loss_mask,
+    document_ids,
+    num_depths: int,
+    cod_ratio: float,
+    cod_floor: float,
+    max_anchors=None,
+    generator=None,
+    first_slot: bool = False,
 ):
     """Conditional-drop-token (COD) sampling: which slots of a packed row to train, and which of them carry a loss.
 
@@ -20,6 +27,8 @@ def sample_slots(
         num_depths (`int`): Depths to train.
         cod_ratio (`float`), cod_floor (`float`): See above; a ratio of 1 keeps everything.
         max_anchors (`int`, *optional*): Most slots of any depth beyond 0, which bounds the memory.
+        first_slot (`bool`): Whether the first token of a document has a slot too, as in `slot_layout`. It is only context,
+            as decoding starts behind the target's features of at least one token.
 
     Returns:
         `(anchor, depth, scored)`: `torch.LongTensor` of shape `(slots,)` twice, ordered by depth, and the indices of the
@@ -27,9 +36,9 @@ def sample_slots(
     """
     tokens = len(loss_mask)
     position = torch.arange(tokens)
-    context = position[:-1][document_ids[:-1] == document_ids[1:]]
+    kept = candidates = position[:-1][document_ids[:-1] == document_ids[1:]]
+    context = position - 1 if first_slot else candidates
     anchors, depths, scored = [context], [torch.zeros_like(context)], []
-    kept = candidates = context
     for depth in range(num_depths):
         inside = (candidates + 2 + depth) < tokens
         candidates = candidates[inside]
@@ -92,6 +101,7 @@ class PackingCollator:
     cod_ratio: float
     cod_floor: float
     max_anchors: int | None = None
+    first_slot: bool = False
     epoch: int = 0
 
     def __call__(self, blocks: list[dict]) -> dict:
@@ -108,6 +118,7 @@ class PackingCollator:
             self.cod_floor,
             self.max_anchors,
             torch.Generator().manual_seed(seed),
+            self.first_slot,
         )
         labels = torch.full_like(anchor, -100)
         labels[scored] = input_ids[(anchor + 2 + depth)[scored]]

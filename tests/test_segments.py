@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import make_target
 from test_training import (
     BLOCKS,
     DRAFT_IDS,
@@ -24,10 +25,11 @@ from transformers import DynamicCache
 
 import modeling_peagle
 import trainer_peagle
-from configuration_peagle import PEagleConfig
+from configuration_peagle import PEagleBackboneConfig, PEagleConfig
 from data.collator import sample_slots
 from losses_peagle import DECAY, LK_RATE, LOSSES, WEIGHTS, acceptance
 from modeling_peagle import PEagleModel
+from modeling_peagle_backbone import PEagleBackboneModel
 from train_peagle import freeze
 from trainer_peagle import cut_segments
 
@@ -37,20 +39,29 @@ def target():
     return build_target()
 
 
-def layered_drafter(target, layers):
+KINDS = [3, "llama", "gemma3"]
+
+
+def drafter_of(target, kind):
+    """A drafter of so many layers of its own, or of a backbone, whose features matter."""
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
-    shape = {"draft_vocab_size": len(DRAFT_IDS), "num_depths": 3, "speculation_depth": 3, "num_hidden_layers": layers}
-    torch.manual_seed(1)
-    drafter = PEagleModel.from_target(
-        target, PEagleConfig.for_target(target, tokenizer, mask_token_id=MASK, **shape), DRAFT_IDS
-    )
-    freeze(drafter, "borrowed")
+    shape = {"draft_vocab_size": len(DRAFT_IDS), "num_depths": 3, "speculation_depth": 3, "mask_token_id": MASK}
+    if isinstance(kind, int):
+        torch.manual_seed(1)
+        config = PEagleConfig.for_target(target, tokenizer, num_hidden_layers=kind, **shape)
+        drafter, embeddings = PEagleModel.from_target(target, config, DRAFT_IDS), "borrowed"
+    else:
+        backbone = make_target(kind)
+        config = PEagleBackboneConfig.for_backbone(target, tokenizer, backbone, tokenizer, **shape)
+        drafter, embeddings = PEagleBackboneModel.from_backbone(backbone, config, DRAFT_IDS), "mask_row"
+        torch.nn.init.normal_(drafter.fc.weight, std=0.1)
+    freeze(drafter, embeddings)
     return drafter
 
 
-def learn(target, folder, *documents, layers=1, **options):
+def learn(target, folder, *documents, kind=1, **options):
     """Loss and gradients of one packed row."""
-    trainer = build_trainer(target, [], folder, drafter=layered_drafter(target, layers), **options)
+    trainer = build_trainer(target, [], folder, drafter=drafter_of(target, kind), **options)
     row = trainer.data_collator([block(*documents)])
     loss = trainer.training_step(trainer.model, row, num_items_in_batch=torch.tensor(10))
     evaluated = trainer.compute_loss(trainer.model, row, num_items_in_batch=torch.tensor(10))
@@ -72,10 +83,10 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kind, loss", [*((3, loss) for loss in LOSSES), ("llama", "kl"), ("gemma3", "kl")])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_the_gradient_over_segments_is_that_of_the_whole(target, tmp_path, documents, loss):
-    options = {"layers": 3, "loss": loss, "depth_weights": "survival", "cod_ratio": 0.7}
+def test_the_gradient_over_segments_is_that_of_the_whole(target, tmp_path, documents, kind, loss):
+    options = {"kind": kind, "loss": loss, "depth_weights": "survival", "cod_ratio": 0.7}
     whole = learn(target, tmp_path, *documents, **options, segment_length=1000)
     for length in (4, 11, 20, 39):
         assert_same(learn(target, tmp_path, *documents, **options, segment_length=length), whole)
@@ -114,10 +125,11 @@ def test_segments_cover_the_row_and_cut_only_what_is_too_long():
             assert len(pieces) == 1 or pieces[0][0] == boundaries[boundaries.index(pieces[-1][1]) - 1]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_without_dropping_slots_the_loss_is_that_of_drafting_after_every_token(target, tmp_path):
+def test_without_dropping_slots_the_loss_is_that_of_drafting_after_every_token(target, tmp_path, kind):
     """The rows of training against the very function that decodes, at each anchor of a text in segments."""
-    drafter, (ids, mask) = layered_drafter(target, 2), document(30, 1)
+    drafter, (ids, mask) = drafter_of(target, kind), document(30, 1)
     trainer = build_trainer(target, [], tmp_path, drafter=drafter, segment_length=9)
     row = trainer.data_collator([block((ids, mask))])
     features, hidden = trainer.signals(row)

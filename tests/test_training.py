@@ -93,7 +93,7 @@ def build_trainer(target, blocks, folder, *, drafter=None, eval_blocks=None, kee
         args=PEagleArguments(**defaults | kwargs),
         train_dataset=blocks,
         eval_dataset=eval_blocks,
-        data_collator=PackingCollator(DEPTHS, cod_ratio, 0.0),
+        data_collator=PackingCollator(DEPTHS, cod_ratio, 0.0, first_slot=drafter.config.first_slot),
         signals=TargetSignals(target, drafter.config, drafter.draft_ids(), keep),
     )
 
