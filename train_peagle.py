@@ -66,6 +66,7 @@ class PEagleArguments(TrainingArguments):
         default="all-linear", help="Layers to update: `all-linear`, or names separated by commas."
     )
     num_layers: int = HfArg(default=1, help="Layers of a drafter without --drafter_model.")
+    init_from_target: bool = HfArg(default=False, help="Start from the target's last layers and final norm.")
     draft_vocab_size: int = HfArg(
         default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary."
     )
@@ -197,6 +198,8 @@ def build_drafter(args: PEagleArguments, target, tokenizer, draft_ids: torch.Lon
         shape = {"num_hidden_layers": args.num_layers, "own_embeddings": args.embeddings != "borrowed"}
         config = PEagleConfig.for_target(target, tokenizer, **shape, **fields)
         drafter = PEagleModel.from_target(target, config, draft_ids)
+        if args.init_from_target:
+            drafter.take_layers(target)
     else:
         backbone, backbone_tokenizer = load_target(args.drafter_model, dtype=torch.float32, device="cpu")
         config = PEagleBackboneConfig.for_backbone(target, tokenizer, backbone, backbone_tokenizer, **fields)

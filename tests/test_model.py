@@ -442,3 +442,38 @@ def test_what_cannot_generate_is_refused(llama):
 def test_the_modules_do_not_reach_into_the_data_package():
     source = (ROOT / "modeling_peagle.py").read_text() + (ROOT / "generation_peagle.py").read_text()
     assert not re.search(r"^\s*(from|import) data\b", source, re.MULTILINE)
+
+
+@torch.no_grad()
+def test_a_drafter_of_the_targets_last_layer_says_what_the_target_says(llama):
+    """Given what enters that layer, and no more: then slot a scores the token after a."""
+    drafter = make_drafter(llama, eagle_aux_hidden_state_layer_ids=[3], fc_norm=False)
+    drafter.take_layers(llama)
+    drafter.fc.weight.copy_(torch.eye(32))
+    prompt = prompt_of(12)
+    output = llama(prompt, output_hidden_states=True)
+    ids, anchor = prompt[0], torch.arange(11)
+    slot_ids, index, positions = slot_layout(ids, torch.arange(12), anchor, torch.zeros_like(anchor), 5)
+    visible = anchor[:, None] >= anchor
+    table = llama.get_input_embeddings().weight
+    logits = drafter(
+        slot_ids[None], output.hidden_states[3], index[None], positions[None], visible[None], table
+    ).logits
+    torch.testing.assert_close(logits, output.logits[:, :11], atol=1e-4, rtol=1e-4)
+    scratch = make_drafter(llama, eagle_aux_hidden_state_layer_ids=[3], fc_norm=False)
+    scratch.fc.weight.copy_(torch.eye(32))
+    other = scratch(slot_ids[None], output.hidden_states[3], index[None], positions[None], visible[None], table).logits
+    assert (other - output.logits[:, :11]).abs().max() > 0.1
+
+
+def test_every_target_gives_what_fits_of_its_layers(target):
+    drafter = make_drafter(target, num_hidden_layers=2)
+    drafter.take_layers(target)
+    gate = target.get_decoder().layers[-1].mlp.gate_proj.weight
+    assert torch.equal(drafter.layers[1].mlp.gate_proj.weight, gate)
+    assert not drafter.layers[0].self_attn.q_proj.weight[:, :32].any()
+    norm = target.get_decoder().norm
+    expected = norm(torch.eye(32))
+    torch.testing.assert_close(drafter.norm(torch.eye(32)), expected, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="99 layers"):
+        make_drafter(target, num_hidden_layers=99).take_layers(target)
