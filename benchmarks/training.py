@@ -1,11 +1,12 @@
-"""Cost of a training step: `python benchmarks/training.py [step] [length] [shape] [online]`, all four if unnamed.
+"""Cost of a training step: `python benchmarks/training.py [step] [length] [shape] [ways]`, all four if unnamed.
 
-step    a step against the matrix products that it cannot do without, and what is spent outside forward and backward
+step    a step against the matrix products that it cannot do without
 length  time and peak memory against the length of one conversation, in segments of 256; the last with the target
 shape   time and peak memory against segment length, depths and layers
-online  a token's time with the target online, its outputs kept, and read from shards
+ways    a token's time with the target online, its outputs kept, and read from shards; and what of it is no step
 
-Text and weights are random but for the target's: costs do not depend on them. Every line is a process of its own.
+Text and weights are random but for the target's: costs do not depend on them. But for ways, every line is a process of
+its own.
 """
 
 import json
@@ -22,9 +23,13 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 
-from configuration_peagle import PEagleConfig  # noqa: E402
+from configuration_peagle import PEagleConfig, default_layer_ids  # noqa: E402
 from data.collator import PackingCollator  # noqa: E402
+from data.extract_features import extract_features  # noqa: E402
+from data.feature_shards import FeatureShards  # noqa: E402
+from data.sequence_packing import load_blocks, pack_conversations  # noqa: E402
 from environment_peagle import environment  # noqa: E402
 from modeling_peagle import PEagleModel  # noqa: E402
 from target_peagle import load_target  # noqa: E402
@@ -35,9 +40,8 @@ from trainer_peagle import PEagleTrainer, TargetSignals  # noqa: E402
 DRAFT_VOCABULARY = 6144
 
 
-def build(lengths, *, depths=5, layers=1, segment_length=256, target_online=False, **options):
-    """A trainer of the default pair, and a batch of one block of conversations of these lengths."""
-    target, tokenizer = load_target()
+def build_trainer(target, tokenizer, *, depths=5, layers=1, keep=False, blocks=None, **options):
+    """A trainer of the default pair."""
     target.config.max_position_embeddings = 2**17  # costs do not depend on what it makes of such lengths
     config = PEagleConfig.for_target(
         target,
@@ -51,13 +55,20 @@ def build(lengths, *, depths=5, layers=1, segment_length=256, target_online=Fals
     torch.manual_seed(0)
     drafter = PEagleModel.from_target(target, config, torch.arange(DRAFT_VOCABULARY))
     freeze(drafter, "borrowed")
-    options |= {"train_file": "unused", "use_cpu": True, "report_to": "none", "segment_length": segment_length}
-    trainer = PEagleTrainer(
+    options |= {"train_file": "unused", "use_cpu": True, "report_to": "none", "disable_tqdm": True}
+    return PEagleTrainer(
         model=drafter,
         args=PEagleArguments(**{"output_dir": tempfile.mkdtemp(), "eval_strategy": "no"} | options),
         data_collator=PackingCollator(depths, 0.7, 0.2),
-        signals=TargetSignals(target, config, drafter.draft_ids(), keep=not target_online),
+        signals=TargetSignals(target, config, drafter.draft_ids(), keep=keep),
+        train_dataset=blocks,
     )
+
+
+def build(lengths, *, target_online=False, segment_length=256, **shape):
+    """A trainer, and a batch of one block of conversations of these lengths."""
+    trainer = build_trainer(*load_target(), keep=not target_online, segment_length=segment_length, **shape)
+    config = trainer.model.config
     ids = torch.randint(100, DRAFT_VOCABULARY, (sum(lengths),))
     mask = [int(at >= 0.3 * length) for length in lengths for at in range(length)]
     batch = trainer.data_collator([{"input_ids": ids, "loss_mask": mask, "seq_lengths": lengths}])
@@ -165,7 +176,57 @@ def shape_table():
         print(f"{4096:>6} {columns} {n['slots']:>7} {n['seconds']:8.2f} {n['GiB']:9.2f}")
 
 
-TABLES = {"step": step_table, "length": length_table, "shape": shape_table}
+class Clock(TrainerCallback):
+    """Seconds of every epoch, and of the steps in it."""
+
+    def __init__(self, trainer):
+        self.epochs, self.steps, step = [], [], trainer.training_step
+
+        def timed_step(*args, **kwargs):
+            start = time.perf_counter()
+            loss = step(*args, **kwargs)
+            self.steps[-1] += time.perf_counter() - start
+            return loss
+
+        trainer.training_step = timed_step
+
+    def on_epoch_begin(self, *args, **kwargs):
+        self.epochs.append(-time.perf_counter())
+        self.steps.append(0.0)
+
+    def on_epoch_end(self, *args, **kwargs):
+        self.epochs[-1] += time.perf_counter()
+
+
+def ways_table():
+    target, tokenizer = load_target()
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        texts = [" ".join(f"{word * number % 997}" for word in range(90)) for number in range(60)]
+        turns = [[{"role": "user", "content": text[:90]}, {"role": "assistant", "content": text}] for text in texts]
+        chats = folder / "chats.jsonl"
+        chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+        pack_conversations(chats, folder / "blocks", tokenizer, max_seq_len=512, eval_fraction=0, progress=False)
+        blocks = load_blocks(folder / "blocks", cache_dir=str(folder / "cache"))["train"]
+        tokens, start = sum(map(len, blocks["input_ids"])), time.perf_counter()
+        layers = default_layer_ids(target.config.num_hidden_layers)
+        extract_features(target, tokenizer, folder / "blocks", folder / "features", layer_ids=layers, progress=False)
+        print(
+            f"\n{tokens:,} tokens in {len(blocks)} blocks; extraction {1000 * (time.perf_counter() - start) / tokens:.2f} ms a token"
+        )
+        print("the target's outputs  ms a token, epoch 1  epoch 2  outside of steps, epoch 2")
+        for way in ("online", "kept in memory", "read from shards"):
+            dataset = FeatureShards(folder / "features", "train", 4) if way == "read from shards" else blocks
+            options = {"num_train_epochs": 2, "save_strategy": "no"}
+            trainer = build_trainer(target, tokenizer, blocks=dataset, keep=way == "kept in memory", **options)
+            clock = Clock(trainer)
+            trainer.add_callback(clock)
+            trainer.train()
+            first, second = (1000 * seconds / tokens for seconds in clock.epochs)
+            print(f"{way:20} {first:20.2f} {second:8.2f} {1 - clock.steps[1] / clock.epochs[1]:25.1%}")
+
+
+TABLES = {"step": step_table, "length": length_table, "shape": shape_table, "ways": ways_table}
 
 
 if __name__ == "__main__":
