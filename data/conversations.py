@@ -6,10 +6,12 @@ Nothing is dropped silently: a row that cannot be used is a [`BadConversation`] 
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from datasets import load_dataset
 from huggingface_hub import HfFileSystem
+from huggingface_hub.errors import HTTPError
 from pyarrow import ArrowInvalid
 from pyarrow.parquet import ParquetFile
 
@@ -54,13 +56,23 @@ def depth(value) -> int:
     return 1 + max(map(depth, inside), default=0)
 
 
+@contextmanager
+def opened(path):
+    """A file's bytes, local or ``hf://``. Raises OSError where it cannot be read, httpx's errors too, which are none."""
+    try:
+        with HfFileSystem().open(path) if str(path).startswith("hf://") else Path(path).open("rb") as file:
+            yield file
+    except HTTPError as error:
+        raise ConnectionError(f"{path} could not be read: {error}") from error
+
+
 def read_jsonl(path) -> Iterator[tuple[int, dict | BadConversation]]:
     """Yield (line number from 1, row), with a BadConversation as the row of a broken line.
 
     Takes BOMs and CRLF line ends, passes over blank lines. Raises OSError where the file cannot be read.
     """
     # Bytes, because text mode would stop at the first invalid UTF-8.
-    with HfFileSystem().open(path) if str(path).startswith("hf://") else Path(path).open("rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             line = line.removeprefix(b"\xef\xbb\xbf")  # on any line, as joined files have it in the middle
             if not line.strip():

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
+from huggingface_hub.utils import validate_repo_id
 
 
 # Of each step's output: a title, what it is, and how it is used.
@@ -59,10 +60,27 @@ blocks = FeatureShards("features", "train")  # blocks[0] is a dict of tensors
     ),
 }
 
+# Shards that an earlier push may have left: a card's patterns would take them for ours.
+SHARDS = [f"data/{side}-*-of-*.parquet" for side in ("train", "eval")]
+SHARDS += [f"{side}-*-of-*.safetensors" for side in ("train", "eval")]
+
+
+def data_set_id(name: str) -> str:
+    """An argument as it is, if it can name a data set: told at once, not when hours of work are to be published."""
+    validate_repo_id(name)
+    if "/" not in name:
+        raise ValueError(f"{name} does not read org/name")
+    return name
+
 
 def add_hub_arguments(parser) -> None:
     add = parser.add_argument
-    push = add("--push_to_hub", metavar="ORG/NAME", help="publish the finished output as this data set of the Hub")
+    push = add(
+        "--push_to_hub",
+        type=data_set_id,
+        metavar="ORG/NAME",
+        help="publish the finished output as this data set of the Hub",
+    )
     add("--license", default="other", help="licence of the data, for the card (%(default)s)")
     add("--private", action="store_true", help="keep the data set private")
 
@@ -128,17 +146,27 @@ def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
     """Publish what a step wrote, or lay it out in ``args.dry_run``; returns what to tell: where it went.
 
     ``kind``: one of KINDS; ``args``: with the values of `add_hub_arguments`. The token comes from huggingface_hub's login
-    or the environment. Raises FileExistsError where the folder of a dry run is there, and huggingface_hub's OSErrors.
+    or the environment. Shards of an earlier push are replaced, other files are left. Raises FileExistsError where the
+    folder of a dry run is there, and OSError where publishing fails; the output is left as it is.
     """
-    output, card = Path(output), make_card(kind, repo_id, manifest, args.license)
+    output, card, api = Path(output), make_card(kind, repo_id, manifest, args.license), HfApi()
     if args.dry_run:
         if Path(args.dry_run).exists():
             raise FileExistsError(f"{args.dry_run} is there already: delete it, or name another folder")
         # Copies, though they take the output's size once more: whoever edits links would edit the output.
         lay_out(kind, output, Path(args.dry_run), card)
         return f"nothing yet, see {args.dry_run} for what would be"
-    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        lay_out(kind, output, Path(folder), card, _link)  # nobody edits what is gone after the upload
-        HfApi().create_repo(repo_id, repo_type="dataset", private=args.private, exist_ok=True)
-        HfApi().upload_folder(repo_id=repo_id, folder_path=folder, repo_type="dataset")
-    return f"https://huggingface.co/datasets/{repo_id}"
+    try:
+        with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+            lay_out(kind, output, Path(folder), card, _link)  # nobody edits what is gone after the upload
+            # Where nothing is asked an organization's own default holds, which may well be private.
+            api.create_repo(repo_id, repo_type="dataset", private=args.private or None, exist_ok=True)
+            if args.private and not api.dataset_info(repo_id).private:
+                raise ValueError("it is there already, and public")
+            api.upload_folder(repo_id=repo_id, folder_path=folder, repo_type="dataset", delete_patterns=SHARDS)
+    except Exception as error:  # huggingface_hub's, httpx's and hf_xet's, which share no base
+        raise OSError(
+            f"{output} is whole, but {repo_id} was not published: {error}\nLog in with `hf auth login` as someone who may "
+            "write there, or name another data set; then run the same command again, which goes on with publishing"
+        ) from error
+    return f"{api.endpoint}/datasets/{repo_id}"
