@@ -253,7 +253,7 @@ def checkpoint_to_resume(args: PEagleArguments, config: DrafterConfig) -> str | 
     if path is None or not os.path.isfile(os.path.join(path, "config.json")):
         raise ValueError(f"--resume: there is no checkpoint in {path or args.output_dir}.")
     saved, ours = type(config).from_pretrained(path).to_dict(), config.to_dict()
-    unshaped = ("dtype", "transformers_version", "_name_or_path")
+    unshaped = ("architectures", "dtype", "transformers_version", "use_cache", "_name_or_path")
     differ = [key for key in ours if key not in unshaped and saved.get(key) != ours[key]]
     if differ:
         words = ", ".join(f"{key} {saved.get(key)} there and {ours[key]} here" for key in sorted(differ))
