@@ -164,8 +164,8 @@ class PEagleArguments(TrainingArguments):
             )
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval_fraction is {self.eval_fraction}; choose from 0 (hold nothing out) to below 1.")
-        if self.segment_length < 1:
-            raise ValueError(f"--segment_length is {self.segment_length}; a segment has at least one token.")
+        if self.segment_length < 2:  # the first token of a text may have no slot
+            raise ValueError(f"--segment_length is {self.segment_length}; a segment has at least two tokens.")
         if self.gradient_checkpointing:
             raise ValueError("--gradient_checkpointing is not supported: lower --segment_length to save memory.")
         if not (0 < self.cod_ratio <= 1 and 0 <= self.cod_floor <= 1):

@@ -205,8 +205,8 @@ def test_the_command_trains_resumes_and_merges(workplace, tmp_path):  # noqa: F8
     for output, resume in (("straight", None), ("broken", None), ("broken", "true")):
         steps = {"max_steps": 4 if output == "straight" or resume else 2, "lr_scheduler_type": "constant"}
         main(arguments_for(workplace, tmp_path / output, **lora | steps, resume_from_checkpoint=resume, save_steps=2))
-    for other in ({"lora_alpha": 16}, {"use_lora": False}):
-        with pytest.raises(ValueError, match="lora .* there and .* here"):
+    for other in ({"lora_alpha": 16}, {"use_lora": False}, {"use_lora": False, "drafter_model": None}):
+        with pytest.raises(ValueError, match=r"--resume: .* there and .* here"):
             main(arguments_for(workplace, tmp_path / "broken", **lora | other, resume_from_checkpoint="true"))
     straight, broken = (PEagleBackboneModel.from_pretrained(tmp_path / name) for name in ("straight", "broken"))
     assert changed(straight.state_dict(), broken.state_dict()) == set()
