@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 
+import torch
 from huggingface_hub.dataclasses import strict
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
@@ -313,7 +314,7 @@ class PEagleBackboneConfig(DrafterConfig):
                 f"The tokenizer of {backbone.name_or_path or 'the backbone'} gives the token ids another meaning than "
                 f"that of {target.name_or_path or 'the target'}: choose a smaller model of the target's own family."
             )
-        lm_config.dtype = None
+        lm_config.dtype = torch.float32  # as it will be trained, in which nothing is rounded
         fields |= {"vocab_size": min(rows, fields["vocab_size"]), "mask_token_id": mask_token_id}
         return cls(**fields | {"lm_config": lm_config} | kwargs)
 

