@@ -301,7 +301,7 @@ def main(argv: list[str] | None = None) -> int:
         Path(args.output).touch()  # what cannot be written should fail before the measurement
     target, tokenizer = load_target(args.target, dtype=args.dtype)
     drafter = AutoModel.from_pretrained(args.drafter, trust_remote_code=True, dtype=target.dtype).to(target.device)
-    if drafter.config.to_dict().get("eagle_config") is None:
+    if "eagle_aux_hidden_state_layer_ids" not in drafter.config.to_dict():
         raise ValueError(f"{args.drafter} holds a {type(drafter).__name__}, which is no P-EAGLE drafter.")
     prompts = load_prompts(args.prompts, args.held_out_file, tokenizer, target, args.num_prompts, args.per_category)
     report = evaluate(target, tokenizer, drafter, prompts, args)

@@ -214,6 +214,10 @@ def test_the_command_trains_resumes_and_merges(workplace, tmp_path):  # noqa: F8
         ROOT / "modeling_peagle_backbone.py"
     ).read_text()
     assert PEagleBackboneModel.from_pretrained(tmp_path / "full").dtype == torch.float16
+    command = [sys.executable, ROOT / "evaluate_peagle.py", "--drafter", tmp_path / "full"]
+    options = ["--target", model["drafter_model"], "--num_prompts", "1", "--max_new_tokens", "8"]
+    done = subprocess.run(command + options, capture_output=True, text=True)
+    assert done.returncode == 0 and "tau" in done.stdout, done.stderr[-2000:]
 
 
 # One sample by heart
