@@ -223,7 +223,13 @@ def test_the_command_trains_resumes_and_merges(workplace, tmp_path):  # noqa: F8
 # One sample by heart
 
 
-@pytest.mark.parametrize("backbone, lora", [("llama", False), ("gemma3", False), ("gemma3", True)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "backbone, lora",
+    [("llama", False), pytest.param("gemma3", False, marks=SLOW), pytest.param("gemma3", True, marks=SLOW)],
+)
 def test_a_sample_learned_by_heart_is_accepted_at_every_depth(tmp_path, backbone, lora):
     target, prompt = build_target(seed=2), torch.randint(3, 60, (1, 8), generator=torch.Generator().manual_seed(5))
     sequence = target.generate(prompt, max_new_tokens=40, do_sample=False)
