@@ -202,7 +202,7 @@ def ways_table():
     target, tokenizer = load_target()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        texts = [" ".join(f"{word * number % 997}" for word in range(90)) for number in range(60)]
+        texts = [" ".join(f"{word * number % 997}" for word in range(90)) for number in range(16)]
         turns = [[{"role": "user", "content": text[:90]}, {"role": "assistant", "content": text}] for text in texts]
         chats = folder / "chats.jsonl"
         chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
