@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from generation_peagle import DecodingStats
 
 
-def held_out_prompts(blocks: Iterable[dict], longest: int) -> Iterable[list[int]]:
+def prompts_of(blocks: Iterable[dict], longest: int) -> Iterable[list[int]]:
     """The prompts of packed blocks: of each document, the ids before the first that the target generated.
 
     Documents without such ids, and prompts of more than `longest` tokens, are left out.

@@ -22,7 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import set_seed, sort_checkpoints
 from trl import TrlParser
 
-from acceptance_peagle import held_out_prompts
+from acceptance_peagle import prompts_of
 from configuration_peagle import DrafterConfig, PEagleBackboneConfig, PEagleConfig
 from data.collator import PackingCollator
 from data.feature_shards import FeatureShards
@@ -293,25 +293,24 @@ def cost(trainer: PEagleTrainer, tokens: int) -> str:
     parameters = list(trainer.model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     read, slots = batch["input_ids"].numel(), batch["anchor"].numel()
-    flops = 6 * sum(parameter.numel() for parameter in parameters) * slots * forwards
     checkpoints = (
         min(math.ceil(updates / args.save_steps), args.save_total_limit or updates) if args.save_steps >= 1 else 1
     )
     memory = torch.cuda.max_memory_allocated() if args.device.type == "cuda" else psutil.Process().memory_info().rss
-    signals = trainer.signals
-    signals = (
-        "read from the disk"
-        if "features" in batch
-        else "kept in memory"
-        if signals.kept is not None
-        else "computed anew in every epoch"
-    )
+    signals = "computed anew in every epoch"
+    if "features" in batch:
+        signals = "read from the disk"
+    elif trainer.signals.kept is not None:
+        signals = "kept in memory"
+    whole = sum(parameter.numel() for parameter in parameters)
+    disk = checkpoints * (4 * whole + 8 * trained)  # float32, and AdamW's two moments
+    flops = 6 * whole * slots * forwards
     return (
         f"{tokens:,} tokens an epoch, the target's outputs {signals}; {trained:,} trained parameters\n"
         f"{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,} tokens and "
         f"{slots:,} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds[-1] * forwards))} "
         f"at {seconds[-1]:.2f} s a batch, without evaluations\n"
-        f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {checkpoints * 12 * trained / 1e9:.2f} GB on the disk for {checkpoints} checkpoints"
+        f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB on the disk for {checkpoints} checkpoints"
     )
 
 
@@ -341,7 +340,7 @@ def main(args: PEagleArguments):
         raise ValueError(f"--mask_token_id {args.mask_token_id} occurs in the chats: name a token that never does.")
     drafter = build_drafter(args, target, tokenizer, draft_ids)
     config = drafter.config
-    prompts = [*islice(held_out_prompts(texts_of(held_out), args.max_seq_len), args.eval_prompts)]
+    prompts = [*islice(prompts_of(texts_of(held_out), args.max_seq_len), args.eval_prompts)]
     if not prompts:  # nothing to be judged by
         args.eval_strategy, args.load_best_model_at_end = "no", False
     if args.feature_dir is not None:

@@ -11,7 +11,7 @@ from conftest import PATTERNS, plain, prompt_of, scripted_for
 from test_training import BLOCKS, block, build_target, build_trainer, changed, document, state
 
 import trainer_peagle
-from acceptance_peagle import decode, held_out_prompts
+from acceptance_peagle import decode, prompts_of
 
 
 def test_prompts_are_what_comes_before_the_first_answer():
@@ -19,8 +19,8 @@ def test_prompts_are_what_comes_before_the_first_answer():
         document(length, seed, prompt=prompt) for length, seed, prompt in ((9, 1, 4), (8, 2, 0), (7, 3, 6))
     )
     blocks = [block(first, second), block(document(5, 4, supervised=0), third)]
-    assert [*held_out_prompts(blocks, 10)] == [first[0][:4], third[0][:6]]
-    assert [*held_out_prompts(blocks, 5)] == [first[0][:4]]
+    assert [*prompts_of(blocks, 10)] == [first[0][:4], third[0][:6]]
+    assert [*prompts_of(blocks, 5)] == [first[0][:4]]
 
 
 @pytest.mark.parametrize(("pattern", "tau", "kept"), [("right", 5, [1, 1, 1, 1]), ("wrong", 1, [0])])
