@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
-from test_model import vllm_table
+from test_checkpoints import vllm_table
 
 from data.prompts import read_prompts
 from modeling_peagle import PEagleModel
