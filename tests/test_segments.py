@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import make_target
 from test_training import (
     BLOCKS,
@@ -27,7 +28,7 @@ import modeling_peagle
 import trainer_peagle
 from configuration_peagle import PEagleBackboneConfig, PEagleConfig
 from data.collator import sample_slots
-from losses_peagle import DECAY, LK_RATE, LOSSES, WEIGHTS, acceptance
+from losses_peagle import DECAY, LK_RATE, LOSSES, WEIGHTS, Teacher, acceptance
 from modeling_peagle import PEagleModel
 from modeling_peagle_backbone import PEagleBackboneModel
 from train_peagle import freeze
@@ -102,13 +103,31 @@ def test_without_what_later_segments_pass_on_the_gradient_would_be_another(targe
         assert_same(wrong, whole)
 
 
-def test_the_head_in_chunks_is_the_head_at_once(target, tmp_path, monkeypatch):
-    whole = learn(target, tmp_path, *DOCUMENTS["long among short"], loss="lk")
-    monkeypatch.setattr(modeling_peagle, "MAX_LOGITS", 5 * len(DRAFT_IDS))
-    calls, scored = [], torch.Tensor.argmax
-    monkeypatch.setattr(torch.Tensor, "argmax", lambda self, **kw: calls.append(len(self)) or scored(self, **kw))
-    assert_same(learn(target, tmp_path, *DOCUMENTS["long among short"], loss="lk"), whole)
+@pytest.mark.parametrize("kind, limit", [(1, ("FUSED_ROWS", 5)), ("llama", ("MAX_LOGITS", 5 * len(DRAFT_IDS)))])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_head_in_chunks_is_the_head_at_once(target, tmp_path, monkeypatch, kind, limit, loss):
+    options = {"kind": kind, "loss": loss, "depth_weights": "survival"}
+    whole = learn(target, tmp_path, *DOCUMENTS["long among short"], **options)
+    calls, head = [], modeling_peagle.Drafter.head
+    counted = lambda self, hidden: calls.append(len(hidden)) or head(self, hidden)  # noqa: E731
+    monkeypatch.setattr(modeling_peagle.Drafter, "head", counted)
+    monkeypatch.setattr(modeling_peagle, *limit)
+    assert_same(learn(target, tmp_path, *DOCUMENTS["long among short"], **options), whole)
     assert max(calls) == 5
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_the_rest_learns_the_same_whether_the_head_is_frozen_or_not(target, tmp_path, loss):
+    both = []
+    for trained in (False, True):
+        drafter = drafter_of(target, 2)
+        drafter.lm_head.weight.requires_grad_(trained)
+        trainer = build_trainer(target, [], tmp_path, drafter=drafter, loss=loss, depth_weights="decay")
+        row = trainer.data_collator([block(*DOCUMENTS["long among short"])])
+        value = trainer.training_step(trainer.model, row, num_items_in_batch=torch.tensor(10))
+        both.append((value, {name: p.grad for name, p in drafter.named_parameters() if p.grad is not None}))
+    assert set(both[1][1]) - set(both[0][1]) == {"lm_head.weight"}
+    assert_same(*both)
 
 
 def test_segments_cover_the_row_and_cut_only_what_is_too_long():
@@ -142,8 +161,8 @@ def test_without_dropping_slots_the_loss_is_that_of_drafting_after_every_token(t
         for depth, scores in enumerate(logits):
             chain = range(anchor + 2, anchor + 3 + depth)
             if chain[-1] < len(ids) and all(mask[i] for i in chain):
-                teacher = trainer.signals.distribution(hidden[0, anchor + 1 + depth])
-                total += LOSSES["kl"](scores[None], teacher[None], None)[0]
+                teacher = trainer.signals.distribution(hidden[0, [anchor + 1 + depth]])
+                total += LOSSES["kl"](scores[None], teacher, None)[0]
     loss = trainer.compute_loss(trainer.model, row, num_items_in_batch=torch.tensor(1))
     torch.testing.assert_close(loss, total, atol=1e-3, rtol=1e-5)
 
@@ -154,14 +173,33 @@ def test_without_dropping_slots_the_loss_is_that_of_drafting_after_every_token(t
 @pytest.fixture
 def rows():
     torch.manual_seed(0)
-    logits, teacher = 2 * torch.randn(9, 12), (2 * torch.randn(9, 12)).softmax(-1)
-    return logits, teacher, torch.tensor([0, 3, -100, 5, 11, 7, 7, 2, 1])
+    logits, teacher = 2 * torch.randn(2, 9, 12)
+    return logits, Teacher.of(teacher), torch.tensor([0, 3, -100, 5, 11, 7, 7, 2, 1])
 
 
 def test_acceptance_is_1_less_the_total_variation(rows):
     logits, teacher, _ = rows
-    variation = 0.5 * (teacher - logits.softmax(-1)).abs().sum(-1)
+    variation = 0.5 * (teacher.probs - logits.softmax(-1)).abs().sum(-1)
     torch.testing.assert_close(acceptance(logits, teacher), 1 - variation)
+
+
+def test_kl_has_the_value_and_the_gradient_of_its_definition(rows):
+    logits, teacher, _ = rows
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    definition = F.kl_div(theirs.log_softmax(-1), teacher.probs, reduction="none").sum(-1)
+    torch.testing.assert_close(LOSSES["kl"](ours, teacher, None), definition)
+    weight = torch.rand(9)
+    gradients = [
+        torch.autograd.grad((loss * weight).sum(), x)[0]
+        for loss, x in ((LOSSES["kl"](ours, teacher, None), ours), (definition, theirs))
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_teacher_may_rule_tokens_out(rows):
+    logits, teacher = rows[0], Teacher.of(rows[0].masked_fill(torch.arange(12) > 3, -torch.inf))
+    definition = F.kl_div(logits.log_softmax(-1), teacher.probs, reduction="none").sum(-1)
+    torch.testing.assert_close(LOSSES["kl"](logits, teacher, None), definition)
 
 
 def test_cross_entropy_is_that_of_the_token_and_none_outside_the_draft_vocabulary(rows):

@@ -1,0 +1,62 @@
+"""Which recipe drafts best for the same data and steps: `python benchmarks/recipes.py table.jsonl --feature_dir features`.
+
+Every line is one run of `train_peagle.py` with the options named, and with those of the command line. It is judged on the
+held-out conversations: by the true tau of greedy decoding, and by the share of right top-1 draft tokens per depth over all
+slots, which wavers less. Lines that the file has already are not run again.
+"""
+
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = {
+    "kl, uniform": [],
+    "kl, uniform, other seed": ["--seed", "43"],
+    "ce, uniform": ["--loss", "ce"],
+    "lk, uniform": ["--loss", "lk"],
+    "kl, decay": ["--depth_weights", "decay"],
+    "kl, survival": ["--depth_weights", "survival"],
+    "lk, survival": ["--loss", "lk", "--depth_weights", "survival"],
+    "kl, feature noise 0.1": ["--feature_noise", "0.1"],
+    "mask row trained": ["--embeddings", "mask_row"],
+    "embeddings trained": ["--embeddings", "trained"],
+    "2 layers": ["--num_layers", "2"],
+}
+
+
+def run(options: list[str]) -> dict:
+    """The evaluation at the end of one training run, and the minutes that it took in all."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["train_peagle.py", "--output_dir", folder, "--save_strategy", "no", "--eval_strategy", "no", "--yes"]
+        subprocess.run([sys.executable, *command, *options], cwd=ROOT, check=True)
+        with open(Path(folder, "learning_curve.csv"), newline="") as file:
+            *_, last = csv.DictReader(file)
+    return {name: float(value) for name, value in last.items()} | {"minutes": (time.perf_counter() - start) / 60}
+
+
+def table(lines: list[dict]):
+    print(f"\n{'recipe':25} {'tau':>5}  right at depth 0, 1, ...   minutes")
+    for line in lines:
+        right = (line[name] for name in sorted(line) if name.startswith("eval_accuracy_depth_"))
+        print(
+            f"{line['recipe']:25} {line['eval_tau']:5.3f}  {'  '.join(f'{share:.3f}' for share in right)}  {line['minutes']:6.1f}"
+        )
+
+
+if __name__ == "__main__":
+    path, *options = sys.argv[1:]
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
+    done = {line["recipe"] for line in lines}
+    for recipe, own in RECIPES.items():
+        if recipe not in done:
+            lines.append({"recipe": recipe} | run([*options, *own]))
+            with open(path, "a") as file:
+                file.write(json.dumps(lines[-1]) + "\n")
+    table(lines)
