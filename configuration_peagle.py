@@ -66,6 +66,7 @@ class DrafterConfig(PreTrainedConfig):
         num_depths (`int`): Depths that the drafter was trained for (K_train).
         speculation_depth (`int`): Draft tokens per round when decoding (K), unless `num_assistant_tokens` says otherwise.
         fc_norm (`bool`): One RMSNorm per target layer before the fusion (EAGLE-3.1).
+        markov_rank (`int`): Rank of the [`MarkovHead`]; 0 for none.
     """
 
     vocab_size: int = 32000
@@ -79,6 +80,7 @@ class DrafterConfig(PreTrainedConfig):
     num_depths: int = 8
     speculation_depth: int = 4
     fc_norm: bool = True
+    markov_rank: int = 0
 
     # Whether the first token of a document has a slot, see `slot_layout`.
     first_slot = False

@@ -307,7 +307,7 @@ def decode(
             if wanted > 0 and features.shape[1]:  # none after a prompt of which all new tokens are masked
                 unread = text.sequence[0, -features.shape[1] - 1 :].clamp(max=last_id).to(drafter.device)
                 draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)
-                drafts = draft_ids[draft_logits[:, : len(draft_ids)].argmax(dim=-1)].tolist()
+                drafts = draft_ids[drafter.choose(draft_logits[:, : len(draft_ids)])].tolist()
             stats.draft_seconds += time.perf_counter() - clock
 
             candidates = torch.cat([text.sequence, text.sequence.new_tensor([drafts])], dim=1)

@@ -100,6 +100,24 @@ class PEagleOutput(ModelOutput):
     scores: torch.Tensor | None = None
 
 
+class MarkovHead(nn.Module):
+    """What the token at one depth says of the next: a bias of low rank on the scores, at the start none.
+
+    All depths are drafted at once, so a slot does not know which token the depth before it will be given; this is the one
+    thing that drafting one after the other has over it. Idea: DSpark (https://huggingface.co/papers/2607.05147).
+    """
+
+    def __init__(self, vocab_size: int, rank: int):
+        super().__init__()
+        self.given = nn.Embedding(vocab_size, rank)
+        self.next = nn.Linear(rank, vocab_size, bias=False)
+
+    def forward(self, previous: torch.LongTensor) -> torch.Tensor:
+        """The bias `(rows, draft_vocab_size)` after the draft-vocabulary tokens `previous`, `(rows,)`; -100 for unknown."""
+        known = (previous >= 0)[:, None]
+        return self.next(self.given(previous.clamp(min=0)) * known)
+
+
 class FrozenHeadScore(torch.autograd.Function):
     """`score(head(hidden_states), rows)` of a few rows at a time, whose first line is the loss that is differentiated.
 
@@ -155,11 +173,16 @@ class Drafter:
         if self.config.draft_vocab_size < self.config.vocab_size:
             # Offsets, not ids: draft token i is target token i + d2t[i] (vLLM refuses the tensor for a full vocabulary).
             self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.long))
+        if self.config.markov_rank:
+            self.markov_head = MarkovHead(self.config.draft_vocab_size, self.config.markov_rank)
 
     def _init_weights(self, module):
         super()._init_weights(module)
         if module is self:
             init.normal_(self.mask_hidden)
+            if self.config.markov_rank:
+                init.normal_(self.markov_head.given.weight)
+                init.zeros_(self.markov_head.next.weight)
 
     def _take_head(self, weight: torch.Tensor, draft_ids: torch.LongTensor | None):
         """Copies the draft vocabulary's rows of a head `(at least vocab_size, width)`, fitted to the drafter's width."""
@@ -216,7 +239,7 @@ class Drafter:
         return output
 
     def _score(self, hidden_states: torch.Tensor, score) -> torch.Tensor:
-        if not any(parameter.requires_grad for parameter in self.lm_head.parameters()):
+        if not (self.config.markov_rank or any(parameter.requires_grad for parameter in self.lm_head.parameters())):
             return FrozenHeadScore.apply(hidden_states, self.head, score)
         rows, size = len(hidden_states), max(MAX_LOGITS // self.config.draft_vocab_size, 1)
 
@@ -242,7 +265,8 @@ class Drafter:
             embedding (`torch.Tensor` of shape `(vocab_size, hidden_size)`, *optional*): See [`forward`].
 
         Returns:
-            `torch.Tensor` of shape `(num_tokens, draft_vocab_size)`: Row `d` scores the token `d + 1` after the newest.
+            `torch.Tensor` of shape `(num_tokens, draft_vocab_size)`: Row `d` scores the token `d + 1` after the newest,
+            whatever the tokens between them are; [`choose`] makes a chain of them.
         """
         while features.shape[1] > MAX_SLOTS:
             self.draft(input_ids[: MAX_SLOTS + 1], features[:, :MAX_SLOTS], 1, cache, embedding)
@@ -273,6 +297,18 @@ class Drafter:
         )
         cache.crop(1 - num_tokens)
         return output.logits[0]
+
+    def choose(self, logits: torch.Tensor) -> torch.LongTensor:
+        """The chain of draft tokens, as indices into the draft vocabulary `(K,)`, given the scores of [`draft`].
+
+        The best token of every depth; with a Markov head, the best after the one chosen before it.
+        """
+        chosen = logits.argmax(dim=-1)
+        if self.config.markov_rank:
+            for depth in range(1, len(logits)):
+                bias = self.markov_head(chosen[depth - 1 : depth])[0, : logits.shape[1]]
+                chosen[depth] = (logits[depth] + bias).argmax()
+        return chosen
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):

@@ -70,6 +70,8 @@ class PEagleArguments(TrainingArguments):
     draft_vocab_size: int = HfArg(
         default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary."
     )
+    fc_norm: bool = HfArg(default=True, help="Normalise the target's features layer by layer before the fusion.")
+    markov_rank: int = HfArg(default=0, help="Rank of a head that tells every depth of the token before; 0 for none.")
     speculation_depth: int = HfArg(default=4, help="Draft tokens per round when decoding (K).")
     num_depths: int = HfArg(default=5, help="Depths to train (K_train), at least speculation_depth.")
     cod_ratio: float = HfArg(default=0.7, help="Share of the slots kept from one depth to the next (COD sampling).")
@@ -191,6 +193,8 @@ def build_drafter(args: PEagleArguments, target, tokenizer, draft_ids: torch.Lon
         "mask_token_id": args.mask_token_id,
         "draft_vocab_size": args.draft_vocab_size or None,
         "num_depths": args.num_depths,
+        "fc_norm": args.fc_norm,
+        "markov_rank": args.markov_rank,
         "speculation_depth": args.speculation_depth,
         "target_name_or_path": args.target_model or DEFAULT_TARGET,
     }

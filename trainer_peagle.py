@@ -251,9 +251,13 @@ class PEagleTrainer(Trainer):
         rows = rows[(anchor + depth)[rows].argsort(stable=True)]
         anchor, depth, labels = anchor[rows], depth[rows], labels[rows]
         places = anchor + 1 + depth
+        # The draft token before each, as it is when it was right; none at depth 0, where it is no draft.
+        previous = self.draft_label(row["input_ids"][0, places]).masked_fill(depth == 0, -100)
 
         def score(logits, part):
             logits = logits.float()
+            if self.model.config.markov_rank:
+                logits = logits + self.model.markov_head(previous[part])
             place, shared = torch.unique_consecutive(places[part], return_inverse=True)
             teacher = self.signals.distribution(row["hidden"][0, place])[shared]
             label = self.draft_label(labels[part])

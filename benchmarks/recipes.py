@@ -27,6 +27,8 @@ RECIPES = {
     "mask row trained": ["--embeddings", "mask_row"],
     "embeddings trained": ["--embeddings", "trained"],
     "2 layers": ["--num_layers", "2"],
+    "markov head": ["--markov_rank", "64"],
+    "without fc_norm": ["--fc_norm", "false"],
 }
 
 
@@ -34,7 +36,16 @@ def run(options: list[str]) -> dict:
     """The evaluation at the end of one training run, and the minutes that it took in all."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        command = ["train_peagle.py", "--output_dir", folder, "--save_strategy", "no", "--eval_strategy", "no", "--yes"]
+        command = [
+            "train_peagle.py",
+            "--output_dir",
+            folder,
+            "--save_strategy",
+            "no",
+            "--eval_strategy",
+            "no",
+            "--yes",
+        ]
         subprocess.run([sys.executable, *command, *options], cwd=ROOT, check=True)
         with open(Path(folder, "learning_curve.csv"), newline="") as file:
             *_, last = csv.DictReader(file)

@@ -40,17 +40,20 @@ def target():
     return build_target()
 
 
-KINDS = [3, "llama", "gemma3"]
+KINDS = [3, "markov", "llama", "gemma3"]
 
 
 def drafter_of(target, kind):
-    """A drafter of so many layers of its own, or of a backbone, whose features matter."""
+    """A drafter of so many layers of its own (with a Markov head, of two), or of a backbone, whose features matter."""
     tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
     shape = {"draft_vocab_size": len(DRAFT_IDS), "num_depths": 3, "speculation_depth": 3, "mask_token_id": MASK}
-    if isinstance(kind, int):
+    if isinstance(kind, int) or kind == "markov":
         torch.manual_seed(1)
-        config = PEagleConfig.for_target(target, tokenizer, num_hidden_layers=kind, **shape)
+        shape |= {"num_hidden_layers": 2, "markov_rank": 4} if kind == "markov" else {"num_hidden_layers": kind}
+        config = PEagleConfig.for_target(target, tokenizer, **shape)
         drafter, embeddings = PEagleModel.from_target(target, config, DRAFT_IDS), "borrowed"
+        if kind == "markov":
+            torch.nn.init.normal_(drafter.markov_head.next.weight)
     else:
         backbone = make_target(kind)
         config = PEagleBackboneConfig.for_backbone(target, tokenizer, backbone, tokenizer, **shape)
@@ -84,7 +87,7 @@ DOCUMENTS = {
 }
 
 
-@pytest.mark.parametrize("kind, loss", [*((3, loss) for loss in LOSSES), ("llama", "kl"), ("gemma3", "kl")])
+@pytest.mark.parametrize("kind, loss", [*((3, loss) for loss in LOSSES), *((kind, "kl") for kind in KINDS[1:])])
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_the_gradient_over_segments_is_that_of_the_whole(target, tmp_path, documents, kind, loss):
     options = {"kind": kind, "loss": loss, "depth_weights": "survival", "cod_ratio": 0.7}
@@ -130,6 +133,33 @@ def test_the_rest_learns_the_same_whether_the_head_is_frozen_or_not(target, tmp_
     assert_same(*both)
 
 
+def test_a_markov_head_says_nothing_at_the_start_and_learns(target, tmp_path):
+    plain, markov = drafter_of(target, 2), drafter_of(target, "markov")
+    fresh = PEagleModel(markov.config).state_dict()
+    markov.load_state_dict(fresh | plain.state_dict())
+    learned = []
+    for drafter in (plain, markov):
+        trainer = build_trainer(target, [], tmp_path, drafter=drafter)
+        row = trainer.data_collator([block(*DOCUMENTS["one long"])])
+        loss = trainer.training_step(trainer.model, row, num_items_in_batch=torch.tensor(10))
+        learned.append((loss, {name: p.grad for name, p in drafter.named_parameters() if p.requires_grad}))
+    assert_same(*learned)
+    assert learned[1][1]["markov_head.next.weight"].abs().max() > 0
+
+
+def test_the_chain_follows_the_markov_head(target):
+    drafter = drafter_of(target, "markov")
+    logits = torch.randn(3, len(DRAFT_IDS))
+    chain = drafter.choose(logits).tolist()
+    bias = drafter.markov_head.next.weight @ drafter.markov_head.given.weight.T  # (next, given)
+    assert chain[0] == logits[0].argmax()
+    assert all(chain[d] == (logits[d] + bias[:, chain[d - 1]]).argmax() for d in (1, 2))
+    assert any(
+        (drafter_of(target, 2).choose(torch.roll(logits, i, 1)) != drafter.choose(torch.roll(logits, i, 1))).any()
+        for i in range(5)
+    )
+
+
 def test_segments_cover_the_row_and_cut_only_what_is_too_long():
     rng = random.Random(0)
     for _ in range(200):
@@ -160,6 +190,8 @@ def test_without_dropping_slots_the_loss_is_that_of_drafting_after_every_token(t
         )
         for depth, scores in enumerate(logits):
             chain = range(anchor + 2, anchor + 3 + depth)
+            if kind == "markov" and 0 < depth and chain[-1] < len(ids):
+                scores = scores + drafter.markov_head(trainer.draft_label(torch.tensor([ids[chain[-2]]])))[0]
             if chain[-1] < len(ids) and all(mask[i] for i in chain):
                 teacher = trainer.signals.distribution(hidden[0, [anchor + 1 + depth]])
                 total += LOSSES["kl"](scores[None], teacher, None)[0]
