@@ -324,7 +324,8 @@ def main(args: PEagleArguments):
     os.environ.setdefault("MKL_CBWR", "AUTO")
     if args.device.type == "cpu":
         # accelerate starts every process with one thread, whatever the machine has.
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.world_size))
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        torch.set_num_threads(max(1, cores // args.world_size))
     attention = "flash_attention_2" if args.use_flash_attention else "sdpa"
     target, tokenizer = load_target(args.target_model, device=args.device, attn_implementation=attention)
     width = target.config.get_text_config().hidden_size
