@@ -148,7 +148,7 @@ def candidates(
     """
     depths, vocab = logits.shape
     temperatures = [1.0] * depths if temperatures is None else temperatures[:depths]
-    if len(temperatures) < depths or not min(temperatures) > 0:
+    if len(temperatures) < depths or not all(temperature > 0 for temperature in temperatures):
         raise ValueError(f"{depths} depths need as many positive temperatures, got {temperatures}.")
     divisors = torch.tensor(temperatures, device=logits.device)[:, None]
     logits = logits.detach().float()
