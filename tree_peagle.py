@@ -143,28 +143,31 @@ def candidates(
         transition (`Callable`): From draft-vocabulary indices `(n,)` at one depth and `(m,)` at the next to the bias
             `(n, m)` on the latter's logits (before the temperature).
 
-    Raises:
-        ValueError: Logits hold NaN or +inf or exclude every token; temperatures are too few or not positive.
+    ValueError: Logits hold NaN or +inf or exclude every token of a depth; temperatures are too few or not positive.
     """
     depths, vocab = logits.shape
     temperatures = [1.0] * depths if temperatures is None else temperatures[:depths]
     if len(temperatures) < depths or not all(temperature > 0 for temperature in temperatures):
         raise ValueError(f"{depths} depths need as many positive temperatures, got {temperatures}.")
-    divisors = torch.tensor(temperatures, device=logits.device)[:, None]
     logits = logits.detach().float()
     values, indices = top(logits, min(num, vocab))
-    scores, others = (values - values[:, :1]) / divisors, logits - values[:, :1]
-    if set(temperatures) != {1.0}:  # a pass over the vocabulary
-        others.div_(divisors)
-    # Summed without the candidates: the difference of two sums would not tell a small tail from rounding.
-    tail = others.exp_().scatter_(1, indices, 0.0).sum(dim=-1).log()
+    scores = (values - values[:, :1]) / torch.tensor(temperatures, device=logits.device)[:, None]
+    # Weights of the others, summed without the candidates: the difference of two sums would not tell a small one from
+    # rounding. The same memory for every row stays in the processor's cache.
+    weights, sums = torch.empty_like(logits[0]), []
+    for depth, temperature in enumerate(temperatures):
+        torch.sub(logits[depth], values[depth, 0], out=weights)
+        if temperature != 1:
+            weights.div_(temperature)
+        sums.append(weights.exp_().index_fill_(0, indices[depth], 0.0).sum())
+    tail = torch.stack(sums).log()
     scores = scores[:, None]
     if transition is not None:
         scores = scores.repeat(1, scores.shape[-1], 1)
         for depth in range(1, depths):
-            scores[depth] += transition(indices[depth - 1], indices[depth]) / divisors[depth]
+            scores[depth] += transition(indices[depth - 1], indices[depth]) / temperatures[depth]
     log_probs = scores - torch.logaddexp(scores.logsumexp(dim=-1), tail[:, None])[..., None]
-    rows = log_probs.clamp(max=0.0).tolist()  # by rounding, a path might be more probable than its beginning
+    rows = log_probs.tolist()
     rows[0] = rows[0][:1]
     if any(math.isnan(law[0]) for laws in rows for law in laws):
         raise ValueError("The drafter's logits hold NaN or +inf, or exclude every token of a depth.")
@@ -247,23 +250,20 @@ def with_branch(tree: DraftTree, tokens: list[int], log_prob: float, max_nodes: 
     Nodes that both have stay as they are; each new one adds `log_prob` to its parent's. Where there is no room, the least
     probable leaves that are not on the path go first; a path that is longer than the room is cut.
     """
-    all_tokens, parents, log_probs = [0, *tree.tokens], [0, *tree.parents], [0.0, *tree.log_probs]
-    branch, known = [0], tree.children(0)
-    for token in tokens[:max_nodes]:
-        node = known.get(token)
-        if node is None:
-            node = len(all_tokens)
-            all_tokens.append(token)
-            parents.append(branch[-1])
-            log_probs.append(log_probs[branch[-1]] + log_prob)
-        branch.append(node)
-        known = tree.children(node) if node <= len(tree.tokens) else {}
+    paths = [()]
+    for token, parent in zip(tree.tokens, tree.parents):
+        paths.append((*paths[parent], token))
+    nodes = dict(zip(paths[1:], tree.log_probs))
+    branch = [tuple(tokens[:length]) for length in range(1, min(len(tokens), max_nodes) + 1)]
+    for path in branch:
+        nodes.setdefault(path, nodes.get(path[:-1], 0.0) + log_prob)
     # The most probable nodes hold their own ancestors, as log-probabilities never rise along a path.
-    others = sorted(set(range(len(all_tokens))).difference(branch), key=lambda node: (-log_probs[node], node))
-    root, *kept = sorted([*branch, *others[: max_nodes + 1 - len(branch)]])
-    number = {node: place for place, node in enumerate([root, *kept])}
-    new_parents = [number[parents[node]] for node in kept]
-    return DraftTree([all_tokens[node] for node in kept], new_parents, [log_probs[node] for node in kept])
+    others = sorted((path for path in nodes if path not in branch), key=lambda path: -nodes[path])
+    kept = {*branch, *others[: max_nodes - len(branch)]}
+    kept = [path for path in nodes if path in kept]
+    number = {path: node for node, path in enumerate([(), *kept])}
+    parents = [number[path[:-1]] for path in kept]
+    return DraftTree([path[-1] for path in kept], parents, [nodes[path] for path in kept])
 
 
 def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
@@ -273,8 +273,7 @@ def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
         logits (`torch.Tensor` of shape `(n, draft_vocab)`, floating point): The drafter's at one depth.
         labels (`torch.LongTensor` of shape `(n,)`): Draft-vocabulary indices of what came, -100 for other tokens.
 
-    Raises:
-        ValueError: Logits hold NaN or +inf, or exclude a label.
+    ValueError: Logits hold NaN or +inf, or exclude a label.
     """
 
     def loss(log_temperature: float) -> float:

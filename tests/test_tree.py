@@ -365,7 +365,7 @@ def looked_up(tokens, num_tokens, max_ngram, min_ngram):
     return []
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, 2), max_size=25), st.integers(0, 5), st.integers(1, 4), st.integers(1, 3))
 def test_prompt_lookup_equals_a_search_from_the_end(tokens, num_tokens, max_ngram, min_ngram):
     before = [*tokens]
@@ -398,7 +398,7 @@ def merged(tree, tokens, log_prob, max_nodes):
     return nodes
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(trees(), st.lists(st.integers(0, 3), max_size=5), st.floats(-3, 0), st.integers(0, 14))
 def test_a_branch_is_in_the_tree_and_the_least_probable_leaves_make_room(tree, tokens, log_prob, max_nodes):
     copy = DraftTree([*tree.tokens], [*tree.parents], [*tree.log_probs])
