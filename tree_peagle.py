@@ -179,8 +179,9 @@ def best_first(candidates: Candidates, num_nodes: int, max_depth: int | None = N
 
     A path is never more probable than its beginning, so they make a tree, and no other of that size is expected to have more
     accepted. A heap finds them among the laws of one forward, as in DDTree (https://huggingface.co/papers/2604.12989);
-    EAGLE-2 (https://huggingface.co/papers/2406.16858) ranks by the same product, with a forward per depth. `num_nodes`
-    candidates per depth miss nothing. Ties go to the shallower node, the older parent, the better rank.
+    EAGLE-2 (https://huggingface.co/papers/2406.16858) ranks by the same product, with a forward per depth. With laws
+    that do not depend on the depth before, `num_nodes` candidates per depth miss nothing. Ties go to the shallower node, the
+    older parent, the better rank.
     """
     limit = len(candidates.tokens) if max_depth is None else min(max_depth, len(candidates.tokens))
     nodes, tokens, parents, heap = [(0, 0, 0.0)], [], [], []  # nodes: depth, candidate and log-probability of the path
