@@ -1,0 +1,484 @@
+"""Draft trees: the best set of nodes, its mask, the laws behind it, and what else can be put into a tree."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tree_peagle import (
+    Candidates,
+    DraftTree,
+    best_first,
+    candidates,
+    fit_temperature,
+    prompt_lookup,
+    static_tree,
+    top,
+    with_branch,
+)
+
+
+FORK = DraftTree([5, 6, 5, 7], [0, 0, 1, 1], [-0.1, -3.0, -0.3, -2.0])
+
+
+def laws(seed, depths, num, conditional=False):
+    """Random candidates that hold 70 to 100 % of the probability of each depth."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(depths, num if conditional else 1, num, generator=generator).mul(1.5).log_softmax(-1)
+    rows += torch.rand(rows.shape[:2], generator=generator)[..., None].mul(-0.3).add(1).log()
+    tokens = [torch.randperm(50, generator=generator)[:num].tolist() for _ in range(depths)]
+    return Candidates(tokens, [rows[0, :1].tolist(), *rows[1:].tolist()])
+
+
+def law_of(proposed, depth, previous):
+    rows = proposed.log_probs[depth]
+    return rows[previous if len(rows) > 1 else 0]
+
+
+def all_paths(proposed):
+    """From each path of candidates to its log-probability."""
+    paths, level = {}, {(): 0.0}
+    for depth, tokens in enumerate(proposed.tokens):
+        level = {
+            (*path, i): log_prob + law_of(proposed, depth, path[-1] if path else 0)[i]
+            for path, log_prob in level.items()
+            for i in range(len(tokens))
+        }
+        paths |= level
+    return paths
+
+
+def token_paths(tree):
+    tokens = [None, *tree.tokens]
+    return [tuple(tokens[i] for i in tree.path(node)[1:]) for node in range(1, len(tokens))]
+
+
+@st.composite
+def trees(draw):
+    """Any tree: tokens of a small alphabet, log-probabilities that fall along each path."""
+    tree = DraftTree([], [], [])
+    for _ in range(draw(st.integers(0, 12))):
+        parent, token = draw(st.integers(0, len(tree.tokens))), draw(st.integers(0, 3))
+        if token not in tree.children(parent):
+            fall = draw(st.floats(-3, -0.01))
+            log_prob = (tree.log_probs[parent - 1] if parent else 0.0) + fall
+            tree = DraftTree([*tree.tokens, token], [*tree.parents, parent], [*tree.log_probs, log_prob])
+    return tree
+
+
+# The tree
+
+
+def test_what_a_tree_tells_of_its_nodes():
+    assert FORK.depths == [0, 1, 1, 2, 2]
+    assert FORK.children(0) == {5: 1, 6: 2} and FORK.children(1) == {5: 3, 7: 4} and FORK.children(4) == {}
+    assert FORK.path(0) == [0] and FORK.path(4) == [0, 1, 4]
+    assert FORK.probability(0) == 1 and FORK.probability(3) == math.exp(-0.3)
+    assert FORK.expected_accepted == pytest.approx(sum(map(FORK.probability, range(1, 5))))
+    assert not FORK.is_chain
+    assert FORK.ancestors().int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 0, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+
+
+@given(trees())
+def test_the_mask_is_what_the_paths_say(tree):
+    size = len(tree.tokens) + 1
+    mask = tree.ancestors()
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == [[column in tree.path(row) for column in range(size)] for row in range(size)]
+    assert mask.sum(dim=1).sub(1).tolist() == tree.depths
+    # A causal mask would do for chains only.
+    assert torch.equal(mask, torch.ones(size, size).tril().bool()) == tree.is_chain
+
+
+@pytest.mark.parametrize("tokens", [[], [4], [4, 4, 9]])
+def test_a_chain(tokens):
+    tree = DraftTree.chain(tokens)
+    assert tree.is_chain and tree.depths == list(range(len(tokens) + 1)) and tree.expected_accepted == len(tokens)
+    assert tree.path(len(tokens)) == list(range(len(tokens) + 1))
+    assert DraftTree.chain([1, 2], [-1.0, -2.0]).probability(2) == math.exp(-2)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (([1, 2], [0], [0.0, 0.0]), "one parent and one log-probability"),
+        (([1], [1], [0.0]), "not before it"),
+        (([1, 2], [2, 0], [0.0, 0.0]), "not before it"),
+        (([1], [-1], [0.0]), "not before it"),
+        (([1, 2, 1], [0, 0, 0], [0.0] * 3), "two children with the token 1"),
+        (([1, 2], [0, 1], [-1.0, -0.5]), "more probable than its parent"),
+        (([1], [0], [0.1]), "more probable than its parent"),
+        (([1], [0], [math.nan]), "more probable than its parent"),
+    ],
+)
+def test_what_is_no_tree_is_refused(lists, message):
+    with pytest.raises(ValueError, match=message):
+        DraftTree(*lists)
+
+
+# The best tree
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+@pytest.mark.parametrize(("depths", "num"), [(1, 4), (2, 3), (3, 2), (4, 1)])
+def test_best_first_is_the_best_of_all_trees_of_its_size(depths, num, conditional):
+    for seed in range(3):
+        proposed = laws(seed, depths, num, conditional)
+        paths = all_paths(proposed)
+        for num_nodes in range(1, min(len(paths), 7) + 1):
+            best = max(
+                sum(math.exp(paths[path]) for path in chosen)
+                for chosen in itertools.combinations(paths, num_nodes)
+                if all(len(path) == 1 or path[:-1] in chosen for path in chosen)
+            )
+            tree = best_first(proposed, num_nodes)
+            assert len(tree.tokens) == num_nodes
+            assert tree.expected_accepted == pytest.approx(best, rel=1e-9)
+
+
+def test_neither_the_chain_nor_the_likeliest_steps_are_the_best_tree():
+    proposed = Candidates([[1, 2], [3, 4]], [[[math.log(0.5), math.log(0.4)]], [[math.log(0.7), math.log(0.3)]]])
+    best, chain = best_first(proposed, 2), static_tree([(0,), (0, 0)], proposed)
+    assert token_paths(best) == [(1,), (2,)] and best.expected_accepted == pytest.approx(0.9)
+    assert chain.is_chain and chain.expected_accepted == pytest.approx(0.85)
+
+
+def test_with_conditional_laws_the_marginal_tree_would_not_be_the_best():
+    second = [[-0.1, -3.0], [-3.0, -0.1]]
+    proposed = Candidates([[1, 2], [3, 4]], [[[-0.6, -0.9]], second])
+    blind = best_first(Candidates(proposed.tokens, [proposed.log_probs[0], second[:1]]), 4)
+    assert token_paths(best_first(proposed, 4)) == [(1,), (1, 3), (2,), (2, 4)]
+    assert (2, 3) in token_paths(blind)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4), st.booleans(), st.integers(0, 30))
+def test_properties_of_best_first(seed, depths, num, conditional, num_nodes):
+    proposed = laws(seed, depths, num, conditional)
+    paths, tree = all_paths(proposed), best_first(proposed, num_nodes)
+    assert len(tree.tokens) == min(num_nodes, len(paths))
+    assert tree.log_probs == sorted(tree.log_probs, reverse=True)
+    assert tree.log_probs == pytest.approx(sorted(paths.values(), reverse=True)[: len(tree.tokens)])
+    tokens_of = {tuple(proposed.tokens[depth][i] for depth, i in enumerate(path)): path for path in paths}
+    for path, log_prob in zip(token_paths(tree), tree.log_probs):
+        assert log_prob == pytest.approx(paths[tokens_of[path]])
+    more = best_first(proposed, num_nodes + 1)
+    assert more.tokens[: len(tree.tokens)] == tree.tokens and more.parents[: len(tree.tokens)] == tree.parents
+    assert max(best_first(proposed, num_nodes, max_depth=2).depths) <= 2
+
+
+def test_expected_accepted_is_what_a_walk_over_the_tree_accepts():
+    proposed = laws(0, 3, 3, conditional=True)
+    tree, paths = best_first(proposed, 9), all_paths(proposed)
+    accepted = 0.0
+    for path, log_prob in paths.items():
+        # The probability that the target takes this path and then leaves the candidates, or is at the last depth.
+        following = law_of(proposed, len(path), path[-1]) if len(path) < 3 else []
+        probability = math.exp(log_prob) * (1 - sum(map(math.exp, following)))
+        node = steps = 0
+        for depth, i in enumerate(path):
+            node = tree.children(node).get(proposed.tokens[depth][i])
+            if node is None:
+                break
+            steps += 1
+        accepted += probability * steps
+    assert tree.expected_accepted == pytest.approx(accepted)
+
+
+def test_no_nodes_one_candidate_and_ties():
+    assert best_first(laws(0, 3, 2), 0) == DraftTree([], [], [])
+    assert best_first(laws(0, 3, 2), 5, max_depth=0) == DraftTree([], [], [])
+    alone = best_first(laws(0, 4, 1), 9)
+    assert alone.is_chain and len(alone.tokens) == 4
+    half = math.log(0.5)
+    even = Candidates([[1, 2], [3, 4]], [[[half, half]], [[half, half]]])
+    assert token_paths(best_first(even, 5)) == [(1,), (2,), (1, 3), (1, 4), (2, 3)]
+    certain = Candidates([[1, 2], [3, 4]], [[[0.0, 0.0]], [[0.0, 0.0]]])
+    assert token_paths(best_first(certain, 4)) == [(1,), (2,), (1, 3), (1, 4)]
+
+
+# The laws
+
+
+@pytest.mark.parametrize("vocab", [5, 127, 128, 2048, 4096, 4113])
+@pytest.mark.parametrize("num", [1, 5])
+def test_top_equals_topk(vocab, num):
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[0, -1] = 9.0  # behind the last whole chunk, if there is a rest
+    logits[1, -num:] = torch.arange(num) + 9.0
+    logits[2] = -math.inf
+    logits[2, 0] = 0.0
+    values, indices = top(logits, num)
+    assert torch.equal(values, logits.topk(num).values)
+    assert torch.equal(logits.gather(1, indices), values)
+    assert all(len(set(row)) == num for row in indices.tolist())
+
+
+@pytest.mark.parametrize("temperatures", [None, [0.5, 1.0, 2.5]])
+@pytest.mark.parametrize("vocab", [40, 3001])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_independent_laws_are_the_softmax(vocab, temperatures, dtype):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(3, vocab, generator=generator).mul(3).to(dtype)
+    before, draft_ids = logits.clone(), torch.randperm(9000, generator=generator)[:vocab]
+    proposed = candidates(logits, 6, draft_ids, temperatures)
+    assert torch.equal(logits, before)
+    divisors = torch.tensor(temperatures or [1.0] * 3, dtype=torch.float64)[:, None]
+    expected = (logits.double() / divisors).log_softmax(-1)
+    values, indices = expected.topk(6)
+    torch.testing.assert_close(torch.tensor(proposed.log_probs)[:, 0].double(), values, atol=1e-5, rtol=1e-5)
+    where = torch.full((9000,), -1).index_put((draft_ids,), torch.arange(vocab))
+    chosen = where[torch.tensor(proposed.tokens)]
+    torch.testing.assert_close(expected.gather(1, chosen), values)  # the same tokens, but for ties
+
+
+@pytest.mark.parametrize("temperatures", [None, [0.5, 1.0, 2.5]])
+def test_a_transition_biases_the_candidates_and_leaves_the_others_in_the_law(temperatures):
+    generator = torch.Generator().manual_seed(0)
+    logits, table = (torch.randn(n, 3000, generator=generator) * 2 for n in (3, 3000))
+    proposed = candidates(logits, 4, None, temperatures, lambda previous, following: table[previous][:, following])
+    assert torch.equal(torch.tensor(proposed.tokens), logits.topk(4).indices)
+    assert [len(rows) for rows in proposed.log_probs] == [1, 4, 4]
+    for depth in range(3):
+        for row, law in enumerate(proposed.log_probs[depth]):
+            biased = logits[depth].double()
+            if depth:
+                previous, following = proposed.tokens[depth - 1][row], proposed.tokens[depth]
+                biased[following] += table[previous, following]
+            expected = (biased / (temperatures[depth] if temperatures else 1)).log_softmax(-1)
+            torch.testing.assert_close(
+                torch.tensor(law).double(), expected[proposed.tokens[depth]], atol=1e-5, rtol=1e-5
+            )
+
+
+def test_a_small_tail_is_not_lost_in_rounding():
+    logits = torch.tensor([[0.0, -1.0, -2.0], [30.0, 0.0, 1.0]])  # the tail of depth 1 is 4e-13 of the law
+    proposed = candidates(logits, 1, transition=lambda previous, following: torch.full((1, 1), -30.0))
+    assert proposed.log_probs[1][0][0] == pytest.approx(-math.log(1 + 1 + math.e), rel=1e-5)
+    assert (1 - logits[1].softmax(-1)[0]).item() == 0, "the difference would tell it, so this shows nothing"
+
+
+def test_a_small_vocabulary_gives_all_it_has():
+    proposed = candidates(torch.randn(2, 3), 8)
+    assert [sorted(tokens) for tokens in proposed.tokens] == [[0, 1, 2]] * 2
+    assert len(best_first(proposed, 100).tokens) == 3 + 9
+    # All of the law is in the candidates, and rounding makes no path more probable than its beginning.
+    assert sum(map(math.exp, proposed.log_probs[1][0])) == pytest.approx(1)
+    certain = candidates(torch.tensor([[0.0, -math.inf]] * 3), 2)
+    assert best_first(certain, 9) == DraftTree.chain([0, 0, 0])
+
+
+def test_impossible_tokens_are_never_proposed():
+    logits = torch.tensor([[1.0, -math.inf, 0.0, -math.inf], [-math.inf, 2.0, -math.inf, -math.inf]])
+    assert token_paths(best_first(candidates(logits, 4), 99)) == [(0,), (0, 1), (2,), (2, 1)]
+    shape = [(0,), (1,), (2,), (3,), (0, 0), (1, 0), (2, 0), (1, 1)]
+    assert token_paths(static_tree(shape, candidates(logits, 4))) == [(0,), (2,), (0, 1), (2, 1)]
+
+    def forbidding(previous, following):  # token 1 after 0
+        return torch.where((previous[:, None] == 0) & (following == 1), -math.inf, 0.0)
+
+    allowed = candidates(torch.zeros(2, 2), 2, transition=forbidding)
+    assert set(token_paths(best_first(allowed, 99))) == {(0,), (1,), (0, 0), (1, 0), (1, 1)}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(("vocab", "place"), [(7, 3), (4100, 2000), (4100, 4099)])
+def test_a_broken_drafter_is_refused(value, vocab, place):
+    logits = torch.randn(3, vocab)
+    candidates(logits, 4)
+    logits[2, place] = value
+    with pytest.raises(ValueError, match="NaN or \\+inf"):
+        candidates(logits, 4)
+
+
+def test_what_gives_no_law_is_refused():
+    with pytest.raises(ValueError, match="exclude every token"):
+        candidates(torch.full((1, 9), -math.inf), 2)
+    for temperatures in ([1.0], [1.0, 0.0], [1.0, -1.0], [1.0, math.nan]):
+        with pytest.raises(ValueError, match="2 depths need as many positive temperatures"):
+            candidates(torch.zeros(2, 9), 2, temperatures=temperatures)
+
+
+def test_temperatures_of_depths_that_are_not_drafted_do_not_matter():
+    logits = torch.randn(2, 9)
+    assert candidates(logits, 3, None, [2.0, 0.5, 3.0]) == candidates(logits, 3, None, [2.0, 0.5])
+
+
+# One shape
+
+
+@pytest.mark.parametrize("conditional", [False, True])
+def test_a_static_tree_follows_the_ranks(conditional):
+    proposed = laws(3, 3, 3, conditional)
+    paths = [(1, 2, 0), (0,), (1,), (1, 2), (0, 0)]
+    tree = static_tree(paths, proposed)
+    expected = []
+    for path in sorted(paths, key=len):
+        tokens, previous, total = [], 0, 0.0
+        for depth, rank in enumerate(path):
+            law = law_of(proposed, depth, previous)
+            previous = sorted(range(3), key=lambda i: -law[i])[rank]
+            tokens.append(proposed.tokens[depth][previous])
+            total += law[previous]
+        expected.append((tuple(tokens), pytest.approx(total)))
+    assert list(zip(token_paths(tree), tree.log_probs)) == expected
+    every = [path for length in (1, 2, 3) for path in itertools.product(range(3), repeat=length)]
+    whole = best_first(proposed, len(every))
+    assert sorted(token_paths(static_tree(every, proposed))) == sorted(token_paths(whole))
+    assert static_tree([], proposed) == DraftTree([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        ([()], r"\(\) of a static tree is empty"),
+        ([(0,), (0,)], r"\(0,\) of a static tree is listed twice"),
+        ([(0,), (1, 0)], r"\(1, 0\) of a static tree needs \(1,\), which is missing"),
+        ([(0,), (0, 0), (0, 0, 0)], r"\(0, 0, 0\) of a static tree goes beyond"),
+        ([(3,)], r"\(3,\) of a static tree goes beyond"),
+        ([(-1,)], r"\(-1,\) of a static tree goes beyond"),
+    ],
+)
+def test_a_shape_that_is_no_tree_is_refused(paths, message):
+    with pytest.raises(ValueError, match=message):
+        static_tree(paths, laws(0, 2, 3))
+
+
+# Prompt lookup
+
+
+def looked_up(tokens, num_tokens, max_ngram, min_ngram):
+    for length in range(min(max_ngram, len(tokens)), min_ngram - 1, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if tokens[end - length : end] == tokens[-length:]:
+                return tokens[end : end + num_tokens]
+    return []
+
+
+@settings(max_examples=150)
+@given(st.lists(st.integers(0, 2), max_size=25), st.integers(0, 5), st.integers(1, 4), st.integers(1, 3))
+def test_prompt_lookup_equals_a_search_from_the_end(tokens, num_tokens, max_ngram, min_ngram):
+    before = [*tokens]
+    found = prompt_lookup(tokens, num_tokens, max_ngram, min_ngram)
+    assert found == looked_up(tokens, num_tokens, max_ngram, min_ngram)
+    assert tokens == before and all(type(token) is int for token in found)
+
+
+def test_prompt_lookup_takes_the_longest_then_the_most_recent():
+    assert prompt_lookup([1, 2, 3, 7, 1, 2, 3, 8, 9, 2, 3, 5, 1, 2, 3], 2) == [8, 9]
+    assert prompt_lookup([9, 2, 3, 5, 1, 2, 3], 9) == [5, 1, 2, 3]
+    assert prompt_lookup([3, 5, 1, 2, 3], 9) == [], "one token is no n-gram of two"
+    assert prompt_lookup([3, 5, 1, 2, 3], 9, min_ngram=1) == [5, 1, 2, 3]
+    assert prompt_lookup([], 4) == prompt_lookup([1], 4) == []
+
+
+# A branch beside the drafter's
+
+
+def merged(tree, tokens, log_prob, max_nodes):
+    """From each path to its log-probability: all of both, then one leaf after the other goes, of equal ones the last."""
+    nodes = dict(zip(token_paths(tree), tree.log_probs))
+    branch = [tuple(tokens[:length]) for length in range(1, min(len(tokens), max_nodes) + 1)]
+    for path in branch:
+        nodes.setdefault(path, nodes.get(path[:-1], 0.0) + log_prob)
+    while len(nodes) > max_nodes:
+        inner = {path[:-1] for path in nodes}
+        leaves = [path for path in nodes if path not in inner and path not in branch]
+        del nodes[min(reversed(leaves), key=nodes.get)]
+    return nodes
+
+
+@settings(max_examples=150)
+@given(trees(), st.lists(st.integers(0, 3), max_size=5), st.floats(-3, 0), st.integers(0, 14))
+def test_a_branch_is_in_the_tree_and_the_least_probable_leaves_make_room(tree, tokens, log_prob, max_nodes):
+    copy = DraftTree([*tree.tokens], [*tree.parents], [*tree.log_probs])
+    result = with_branch(tree, tokens, log_prob, max_nodes)
+    assert tree == copy
+    assert dict(zip(token_paths(result), result.log_probs)) == merged(tree, tokens, log_prob, max_nodes)
+    node = 0
+    for token in tokens[:max_nodes]:
+        node = result.children(node)[token]
+
+
+def test_a_branch_shares_what_it_can():
+    assert with_branch(FORK, [5, 7], -1.0, 9) == FORK
+    assert with_branch(FORK, [5, 7, 8], -1.0, 9) == DraftTree(
+        [5, 6, 5, 7, 8], [0, 0, 1, 1, 4], [-0.1, -3.0, -0.3, -2.0, -3.0]
+    )
+    # Node 2 is the least probable, and then node 3 although it is more probable than the branch.
+    assert with_branch(FORK, [5, 7, 8], -1.0, 4) == DraftTree([5, 5, 7, 8], [0, 1, 1, 3], [-0.1, -0.3, -2.0, -3.0])
+    assert with_branch(FORK, [5, 7, 8], -1.0, 3) == DraftTree.chain([5, 7, 8], [-0.1, -2.0, -3.0])
+    assert with_branch(FORK, [5, 7, 8], -1.0, 2) == DraftTree.chain([5, 7], [-0.1, -2.0])
+    assert with_branch(DraftTree([], [], []), [4, 4], -0.5, 8) == DraftTree.chain([4, 4], [-0.5, -1.0])
+    with pytest.raises(ValueError, match="more probable than its parent"):
+        with_branch(FORK, [9], 0.5, 9)
+
+
+# Calibration
+
+
+def drawn(temperature, n=20_000, vocab=30):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(n, vocab, generator=generator) * 2
+    return logits, torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 1.8, 3.0])
+def test_the_temperature_that_labels_were_drawn_with_is_found(temperature):
+    logits, labels = drawn(temperature)
+    found = fit_temperature(logits, labels)
+    assert found == pytest.approx(temperature, rel=0.05)
+    labels[::3] = -100
+    logits[::3] *= 50  # rows without a label do not count
+    assert fit_temperature(logits, labels) == pytest.approx(temperature, rel=0.05)
+    assert fit_temperature(logits, labels) == fit_temperature(logits.double(), labels)
+
+
+def test_the_temperature_stays_in_its_range():
+    logits, labels = drawn(1.0, 2000)
+    assert fit_temperature(logits, torch.randint(30, (2000,))) == pytest.approx(4, rel=0.01)
+    assert fit_temperature(logits, logits.argmax(-1)) == pytest.approx(0.25, rel=0.01)
+
+
+def test_without_labels_or_preference_the_temperature_is_one():
+    logits, labels = drawn(1.0, 9)
+    assert fit_temperature(logits, torch.full_like(labels, -100)) == 1.0
+    assert fit_temperature(logits[:0], labels[:0]) == 1.0
+    assert fit_temperature(torch.zeros(9, 30), labels) == 1.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_cannot_be_fitted_are_refused(value):
+    logits, labels = drawn(1.0, 9)
+    logits[4, (labels[4] + 1) % 30] = -math.inf  # what is excluded and does not come is fine
+    fit_temperature(logits, labels)
+    logits[4, labels[4]] = value
+    with pytest.raises(ValueError, match="No temperature can be fitted"):
+        fit_temperature(logits, labels)
+
+
+def test_calibrated_laws_predict_what_is_accepted():
+    """An overconfident drafter promises more than the target keeps; with the fitted temperature it promises what it keeps."""
+    logits, labels = drawn(2.0, 4000)
+    fitted = fit_temperature(logits, labels)
+    rng = random.Random(0)
+    rows = rng.sample(range(4000), 1000)
+    promised = {1.0: 0.0, fitted: 0.0}
+    kept = 0
+    for row in rows:
+        for temperature in promised:
+            tree = best_first(candidates(logits[row, None], 3, temperatures=[temperature]), 3)
+            promised[temperature] += tree.expected_accepted
+        kept += labels[row].item() in tree.tokens
+    assert promised[fitted] == pytest.approx(kept, rel=0.06)
+    assert promised[1.0] > 1.15 * kept

@@ -1,0 +1,295 @@
+"""Draft trees: the continuations of the sequence that one target forward verifies.
+
+A parallel drafter gives one law per depth in a single forward. The most probable combinations make a tree, which holds more
+of what the target may say than the chain of the argmaxes does. What is approximate here costs speed at worst: the target
+chooses its own tokens, whatever the tree holds.
+"""
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+CHUNK = 128  # the quickest of 32 to 256 for `top` at vocabularies of 49,152 and 262,144
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Draft tokens below the newest token of the sequence. That token is node 0, the root; drafts are nodes 1 to N.
+
+    `tokens` are target-vocabulary ids; `parents` are node numbers, each before its child's; `log_probs` are those of the path
+    from the root (0.0 where unknown) and never rise along it. Otherwise, or if siblings share a token: ValueError.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    log_probs: list[float]
+
+    def __post_init__(self):
+        if not len(self.tokens) == len(self.parents) == len(self.log_probs):
+            raise ValueError("A draft tree needs one parent and one log-probability for each of its tokens.")
+        children, log_probs = [{}], [0.0, *self.log_probs]
+        for node, (token, parent) in enumerate(zip(self.tokens, self.parents), start=1):
+            if not 0 <= parent < node:
+                raise ValueError(f"Node {node} of a draft tree has the parent {parent}, which is not before it.")
+            if token in children[parent]:  # verification finds a child by its token
+                raise ValueError(f"Node {parent} of a draft tree has two children with the token {token}.")
+            if not log_probs[node] <= log_probs[parent]:  # so NaN is refused, too
+                raise ValueError(f"Node {node} of a draft tree must not be more probable than its parent {parent}.")
+            children[parent][token] = node
+            children.append({})
+        object.__setattr__(self, "_children", children)
+
+    @classmethod
+    def chain(cls, tokens: list[int], log_probs: list[float] | None = None) -> "DraftTree":
+        return cls(tokens, list(range(len(tokens))), [0.0] * len(tokens) if log_probs is None else log_probs)
+
+    def children(self, node: int) -> dict[int, int]:
+        """From the token to the number of each child of `node`."""
+        return self._children[node]
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """How far behind the root each of the N + 1 nodes is, itself at 0."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths
+
+    @property
+    def is_chain(self) -> bool:
+        """Every node's parent is the node before it, so that causal attention verifies it."""
+        return self.parents == list(range(len(self.parents)))
+
+    @property
+    def expected_accepted(self) -> float:
+        """Draft tokens that are kept on average, if the probabilities are calibrated."""
+        return sum(map(math.exp, self.log_probs))
+
+    def probability(self, node: int) -> float:
+        return math.exp(self.log_probs[node - 1]) if node else 1.0
+
+    def path(self, node: int) -> list[int]:
+        """Node numbers from the root to `node`, both included."""
+        return [*self.path(self.parents[node - 1]), node] if node else [0]
+
+    def ancestors(self) -> torch.BoolTensor:
+        """The tree's block of the verification mask, `(N + 1, N + 1)`: whether the row's node is the column's or below it."""
+        size = len(self.tokens) + 1
+        mask = bytearray(size * size)  # a row is its parent's and the node; as tensor operations this would be slow
+        mask[0] = True
+        for node, parent in enumerate(self.parents, start=1):
+            mask[node * size : (node + 1) * size] = mask[parent * size : (parent + 1) * size]
+            mask[node * size + node] = True
+        return torch.frombuffer(mask, dtype=torch.bool).view(size, size)
+
+
+@dataclass
+class Candidates:
+    """What the drafter proposes: C tokens per depth, and their law given the choice at the depth before.
+
+    `tokens[depth][candidate]` are target-vocabulary ids. `log_probs[depth][previous][candidate]` has a row per candidate of
+    the depth before, or one row where that makes no difference, as at depth 0.
+    """
+
+    tokens: list[list[int]]
+    log_probs: list[list[list[float]]]
+    _ranked: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def ranked(self, depth: int, previous: int) -> list[tuple[float, int]]:
+        """`(log_prob, candidate)` of what is possible after candidate `previous`, best first, ties in their order."""
+        row = previous if len(self.log_probs[depth]) > 1 else 0
+        if (depth, row) not in self._ranked:  # a tree looks at few of the rows
+            law = [(log_prob, i) for i, log_prob in enumerate(self.log_probs[depth][row]) if log_prob > -math.inf]
+            self._ranked[depth, row] = sorted(law, key=lambda entry: -entry[0])
+        return self._ranked[depth, row]
+
+
+def top(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`logits.topk(num)` of a matrix, up to ties. The largest `num` lie in the `num` chunks with the largest maxima."""
+    whole = logits.shape[1] - logits.shape[1] % CHUNK
+    if whole < 2 * num * CHUNK:  # too little would be ruled out
+        return logits.topk(num)
+    chunks = logits[:, :whole].unflatten(1, (-1, CHUNK)).amax(dim=-1).topk(num).indices
+    every = torch.arange(logits.shape[1], device=logits.device)
+    places = (chunks[:, :, None] * CHUNK + every[:CHUNK]).flatten(1)
+    places = torch.cat([places, every[whole:].expand(len(logits), -1)], dim=1)
+    values, best = logits.gather(1, places).topk(num)
+    return values, places.gather(1, best)
+
+
+def candidates(
+    logits: torch.Tensor,
+    num: int,
+    draft_ids: torch.Tensor | None = None,
+    temperatures: list[float] | None = None,
+    transition: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> Candidates:
+    """The `num` most probable tokens of each depth (or all there are) with their calibrated log-probabilities.
+
+    A `transition` changes the law over the candidates, not which they are, and all other tokens keep their unbiased weight
+    in it. So no parent costs a pass over the vocabulary, and only the ranking of the drafts is approximate.
+
+    Args:
+        logits (`torch.Tensor` of shape `(K, draft_vocab)`, floating point): The drafter's, one row per depth.
+        draft_ids (`torch.LongTensor` of shape `(draft_vocab,)`): Their target-vocabulary ids; the indices if unset.
+        temperatures (`list[float]`): Divisors of the logits for each of the K depths or more, see `fit_temperature`.
+        transition (`Callable`): From draft-vocabulary indices `(n,)` at one depth and `(m,)` at the next to the bias
+            `(n, m)` on the latter's logits (before the temperature).
+
+    ValueError: Logits hold NaN or +inf or exclude every token of a depth; temperatures are too few or not positive.
+    """
+    depths, vocab = logits.shape
+    temperatures = [1.0] * depths if temperatures is None else temperatures[:depths]
+    if len(temperatures) < depths or not all(temperature > 0 for temperature in temperatures):
+        raise ValueError(f"{depths} depths need as many positive temperatures, got {temperatures}.")
+    logits = logits.detach().float()
+    values, indices = top(logits, min(num, vocab))
+    scores = (values - values[:, :1]) / torch.tensor(temperatures, device=logits.device)[:, None]
+    # Weights of the others, summed without the candidates: the difference of two sums would not tell a small one from
+    # rounding. The same memory for every row stays in the processor's cache.
+    weights, sums = torch.empty_like(logits[0]), []
+    for depth, temperature in enumerate(temperatures):
+        torch.sub(logits[depth], values[depth, 0], out=weights)
+        if temperature != 1:
+            weights.div_(temperature)
+        sums.append(weights.exp_().index_fill_(0, indices[depth], 0.0).sum())
+    tail = torch.stack(sums).log()
+    scores = scores[:, None]
+    if transition is not None:
+        scores = scores.repeat(1, scores.shape[-1], 1)
+        for depth in range(1, depths):
+            scores[depth] += transition(indices[depth - 1], indices[depth]) / temperatures[depth]
+    log_probs = scores - torch.logaddexp(scores.logsumexp(dim=-1), tail[:, None])[..., None]
+    rows = log_probs.tolist()
+    rows[0] = rows[0][:1]
+    if any(math.isnan(law[0]) for laws in rows for law in laws):
+        raise ValueError("The drafter's logits hold NaN or +inf, or exclude every token of a depth.")
+    return Candidates((indices if draft_ids is None else draft_ids[indices]).tolist(), rows)
+
+
+def best_first(candidates: Candidates, num_nodes: int, max_depth: int | None = None) -> DraftTree:
+    """The tree of the `num_nodes` most probable paths of at most `max_depth` tokens, best first, or of all there are.
+
+    A path is never more probable than its beginning, so they make a tree, and no other of that size is expected to have more
+    accepted. A heap finds them among the laws of one forward, as in DDTree (https://huggingface.co/papers/2604.12989);
+    EAGLE-2 (https://huggingface.co/papers/2406.16858) ranks by the same product, with a forward per depth. With laws
+    that do not depend on the depth before, `num_nodes` candidates per depth miss nothing. Ties go to the shallower node, the
+    older parent, the better rank.
+    """
+    limit = len(candidates.tokens) if max_depth is None else min(max_depth, len(candidates.tokens))
+    nodes, tokens, parents, heap = [(0, 0, 0.0)], [], [], []  # nodes: depth, candidate and log-probability of the path
+
+    def offer(parent, rank):
+        depth, previous, log_prob = nodes[parent]
+        law = candidates.ranked(depth, previous) if depth < limit else []
+        if rank < len(law):
+            heapq.heappush(heap, (-(log_prob + law[rank][0]), depth, parent, rank, law[rank][1]))
+
+    offer(0, 0)
+    while heap and len(tokens) < num_nodes:
+        cost, depth, parent, rank, candidate = heapq.heappop(heap)
+        nodes.append((depth + 1, candidate, -cost))
+        tokens.append(candidates.tokens[depth][candidate])
+        parents.append(parent)
+        offer(parent, rank + 1)
+        offer(len(tokens), 0)
+    return DraftTree(tokens, parents, [log_prob for _, _, log_prob in nodes[1:]])
+
+
+def static_tree(paths: list[tuple[int, ...]], candidates: Candidates) -> DraftTree:
+    """A tree of one shape, as in Medusa (https://huggingface.co/papers/2401.10774), shallow nodes first.
+
+    `paths` lists, for each node, the ranks along its path: 0 is the most probable token after the node above. Impossible
+    tokens are left out with all below them. ValueError: A path is empty, listed twice, without its beginning in the list, or
+    beyond the candidates.
+    """
+    places, tokens, parents, log_probs = {(): (0, 0, 0.0)}, [], [], []  # places: node, candidate and log-probability
+    for path in sorted(map(tuple, paths), key=len):
+        depth = len(path) - 1
+        if path in places:
+            raise ValueError(f"Path {path} of a static tree is {'listed twice' if path else 'empty'}.")
+        if path[:-1] not in places:
+            raise ValueError(f"Path {path} of a static tree needs {path[:-1]}, which is missing.")
+        if depth >= len(candidates.tokens) or not 0 <= path[-1] < len(candidates.tokens[depth]):
+            raise ValueError(f"Path {path} of a static tree goes beyond the depths or ranks of the candidates.")
+        above, places[path] = places[path[:-1]], None
+        law = candidates.ranked(depth, above[1]) if above else []
+        if path[-1] < len(law):
+            log_prob, candidate = law[path[-1]]
+            tokens.append(candidates.tokens[depth][candidate])
+            parents.append(above[0])
+            log_probs.append(above[2] + log_prob)
+            places[path] = len(tokens), candidate, log_probs[-1]
+    return DraftTree(tokens, parents, log_probs)
+
+
+def prompt_lookup(tokens: list[int], num_tokens: int, max_ngram: int = 3, min_ngram: int = 2) -> list[int]:
+    """Prompt lookup: the tokens, `num_tokens` at most, that followed an earlier occurrence of the newest ones of `tokens`.
+
+    Of as many of the newest as possible, `min_ngram` to `max_ngram`, and of those the most recent. Empty if there is none.
+    """
+    ids, start = np.fromiter(tokens, np.int64, len(tokens)), len(tokens)
+    ends = np.arange(len(tokens) - 1)  # of earlier occurrences
+    for length in range(1, min(max_ngram, len(tokens)) + 1):
+        ends = ends[ends >= length - 1]
+        ends = ends[ids[ends - length + 1] == ids[-length]]
+        if length >= min_ngram and len(ends):
+            start = ends[-1] + 1
+    return tokens[start : start + num_tokens]
+
+
+def with_branch(tree: DraftTree, tokens: list[int], log_prob: float, max_nodes: int) -> DraftTree:
+    """`tree` and the path `tokens` from the root, of `prompt_lookup` for instance, in one of at most `max_nodes` drafts.
+
+    Nodes that both have stay as they are; each new one adds `log_prob` to its parent's. Where there is no room, the least
+    probable leaves that are not on the path go first; a path that is longer than the room is cut.
+    """
+    paths = [()]
+    for token, parent in zip(tree.tokens, tree.parents):
+        paths.append((*paths[parent], token))
+    nodes = dict(zip(paths[1:], tree.log_probs))
+    branch = [tuple(tokens[:length]) for length in range(1, min(len(tokens), max_nodes) + 1)]
+    for path in branch:
+        nodes.setdefault(path, nodes.get(path[:-1], 0.0) + log_prob)
+    # The most probable nodes hold their own ancestors, as log-probabilities never rise along a path.
+    others = sorted((path for path in nodes if path not in branch), key=lambda path: -nodes[path])
+    kept = {*branch, *others[: max_nodes - len(branch)]}
+    kept = [path for path in nodes if path in kept]
+    number = {path: node for node, path in enumerate([(), *kept])}
+    parents = [number[path[:-1]] for path in kept]
+    return DraftTree([path[-1] for path in kept], parents, [nodes[path] for path in kept])
+
+
+def fit_temperature(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """The temperature from 0.25 to 4 that makes the labels most probable; 1.0 without labels or where none is better.
+
+    Args:
+        logits (`torch.Tensor` of shape `(n, draft_vocab)`, floating point): The drafter's at one depth.
+        labels (`torch.LongTensor` of shape `(n,)`): Draft-vocabulary indices of what came, -100 for other tokens.
+
+    ValueError: Logits hold NaN or +inf, or exclude a label.
+    """
+
+    def loss(log_temperature: float) -> float:
+        rows = zip(logits.split(256), labels.split(256))  # so that copies stay small beside the logits
+        scale = math.exp(-log_temperature)
+        return sum(F.cross_entropy(row.float() * scale, label, reduction="sum").item() for row, label in rows)
+
+    unscaled, low, high = loss(0.0), math.log(0.25), math.log(4.0)
+    if not math.isfinite(unscaled):
+        raise ValueError("No temperature can be fitted: logits hold NaN or +inf, or exclude a label.")
+    while high - low > 0.005:  # the loss is convex in 1 / T, so the worse of two inner points bounds its minimum
+        third = (high - low) / 3
+        if loss(low + third) <= loss(high - third):
+            high -= third
+        else:
+            low += third
+    best = (low + high) / 2
+    return math.exp(best) if loss(best) < unscaled else 1.0
