@@ -1,38 +1,50 @@
 """Speculative decoding with a P-EAGLE drafter through `target.generate(..., assistant_model=drafter)`.
 
-Each round drafts K tokens in one drafter forward and verifies them in one target forward. A draft token is kept exactly
-when the target, asked at that place, chooses the same token: its argmax, or under sampling the one token drawn from its
-processed distribution. Since the drafts do not depend on the target's randomness, the output has the target's own law
-for every drafter (speculative sampling with a one-hot proposal, https://huggingface.co/papers/2211.17192); and as one
-token is drawn per position, in order, a seeded run gives the very tokens that plain sampling gives.
+Each round drafts K tokens deep in one drafter forward and verifies them, a chain or a tree, in one target forward. A draft
+token is kept exactly when the target, asked at that place, chooses the same token: its argmax, or under sampling the one
+token drawn from its processed distribution. Since the drafts do not depend on the target's randomness, the output has the
+target's own law for every drafter (speculative sampling with a one-hot proposal,
+https://huggingface.co/papers/2211.17192); and as one token is drawn per position, in order, a seeded run gives the very
+tokens that plain sampling gives.
 """
 
 import functools
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from transformers import StoppingCriteriaList, StopStringCriteria
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, StaticCache
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 
-# Room for new tokens at the start; it doubles when it is used up.
-GROWTH = 512
+# The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
+try:
+    from .tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
+    from .verification_peagle import Continuation, check_cache, keep_path, spread
+except ImportError:
+    from tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
+    from verification_peagle import Continuation, check_cache, keep_path, spread
+
+
+# How likely a token is taken to be right that followed the same tokens before.
+LOOKUP_PROBABILITY = 0.7
 
 
 @dataclass
 class DecodingStats:
     """What happened in one call. Times are wall-clock seconds on the host, without waiting for an accelerator.
 
-    drafted (`list[int]`): Draft tokens per round (a round is one target forward after the prefill).
+    drafted (`list[int]`): Depths drafted per round (a round is one target forward after the prefill).
+    nodes (`list[int]`): Draft tokens per round; of a chain as many as depths.
     accepted (`list[int]`): Draft tokens kept per round. A round emits one token more than it keeps, unless it is the last.
     emitted (`list[int]`): Tokens emitted per round. The prefill's first token belongs to no round.
     """
 
     drafted: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     prefill_seconds: float = 0.0
@@ -40,10 +52,11 @@ class DecodingStats:
     verify_seconds: float = 0.0
     total_seconds: float = 0.0
 
-    def record(self, drafts: list[int], emitted: list[int]):
-        self.drafted.append(len(drafts))
-        self.accepted.append(sum(draft == token for draft, token in zip(drafts, emitted)))
-        self.emitted.append(len(emitted))
+    def record(self, tree: DraftTree, accepted: int, emitted: int):
+        self.drafted.append(max(tree.depths))
+        self.nodes.append(len(tree.tokens))
+        self.accepted.append(accepted)
+        self.emitted.append(emitted)
 
     def __add__(self, other: "DecodingStats") -> "DecodingStats":
         return DecodingStats(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -59,15 +72,15 @@ class DecodingStats:
         return self.total_seconds - self.prefill_seconds - self.draft_seconds - self.verify_seconds
 
     def depth_counts(self, depth: int) -> tuple[int, int]:
-        """`(kept, tried)`: rounds that drafted beyond `depth` tokens, and those of them that kept more than `depth`.
+        """`(kept, tried)`: rounds that drafted beyond `depth`, and those of them that kept more than `depth` tokens.
 
-        Their ratio is the joint acceptance of the draft token at `depth` (0 is the first): it and all before it were kept.
+        Their ratio is the joint acceptance at `depth` (0 is the first): a draft token there and all before it were kept.
         """
         tried = [kept for kept, drafted in zip(self.accepted, self.drafted) if drafted > depth]
         return sum(kept > depth for kept in tried), len(tried)
 
     def judged(self, depth: int) -> int:
-        """Rounds whose draft token at `depth` was looked at: all before it were kept and no stop came first."""
+        """Rounds whose draft tokens at `depth` were looked at: all before it were kept and no stop came first."""
         return sum(drafted > depth and emitted > depth for drafted, emitted in zip(self.drafted, self.emitted))
 
 
@@ -86,12 +99,18 @@ def speculative_generate(
     streamer=None,
     tokenizer=None,
     generate=None,
+    draft_tree: int | list[tuple[int, ...]] | None = None,
     **kwargs,
 ):
     """`target.generate` with this drafter, whether attached or not. Takes (by name) and returns what `generate` does.
 
-    With `return_dict_in_generate=True` the result also carries `stats`. `num_assistant_tokens` sets K. `generate` is the
-    function to go through, the target's own method if unset.
+    With `return_dict_in_generate=True` the result also carries `stats`. `num_assistant_tokens` sets K, the depth of drafts,
+    `prompt_lookup_num_tokens` the length of a further branch that repeats what followed the same tokens before. `generate`
+    is the function to go through, the target's own method if unset.
+
+    Args:
+        draft_tree (`int` or `list[tuple[int, ...]]`, *optional*): Draft tokens per round: the so many most probable ones, or
+            those of a fixed tree, by the ranks along the path to each (see [`static_tree`]); a chain of K if unset.
 
     Raises:
         ValueError: An option that cannot be decoded speculatively without changing the output; the message names it.
@@ -117,6 +136,20 @@ def speculative_generate(
             f"num_assistant_tokens is {num_tokens!r} in {source}, but this drafter was trained for 1 to "
             f"{drafter.config.num_depths} draft tokens per round: pass num_assistant_tokens in that range."
         )
+    lookup, _ = setting("prompt_lookup_num_tokens")
+    kwargs["prompt_lookup_num_tokens"] = None  # for another way of decoding, if it stays
+    if isinstance(draft_tree, (list, tuple)):
+        draft_tree = [tuple(path) for path in draft_tree]
+        num_tokens = max(map(len, draft_tree), default=0)
+        if num_tokens > drafter.config.num_depths:
+            raise ValueError(
+                f"draft_tree is {num_tokens} tokens deep, but this drafter was trained for {drafter.config.num_depths}."
+            )
+    elif draft_tree is not None and (type(draft_tree) is not int or draft_tree < 0):
+        raise ValueError(
+            f"draft_tree is {draft_tree!r}: pass how many tokens to draft per round, or a list of paths such as "
+            "[(0,), (1,), (0, 0)]."
+        )
     for name, fix in (("token_healing", "heal the prompt before"), ("speculation_type", "unset it")):
         value, source = setting(name)
         if value:
@@ -138,7 +171,9 @@ def speculative_generate(
         generation_config=generation_config,
         stopping_criteria=stopping_criteria,
         streamer=streamer,
-        custom_generate=functools.partial(decode, drafter=drafter, num_tokens=num_tokens, streamer=streamer),
+        custom_generate=functools.partial(
+            decode, drafter=drafter, num_tokens=num_tokens, shape=draft_tree, lookup=lookup or 0, streamer=streamer
+        ),
         **kwargs,
     )
 
@@ -180,72 +215,22 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
             raise ValueError(f"Decoding with a P-EAGLE drafter: {problem}")
 
 
-class Continuation:
-    """The sequence being written, with the accept rule and everything `generate` promises for each token.
+def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape) -> DraftTree:
+    """The draft tokens of one round.
 
     Args:
-        input_ids (`torch.LongTensor` of shape `(1, length)`): The prompt.
-        logits_processor, stopping_criteria, generation_config, streamer: As `generate` prepared them.
+        logits (`torch.Tensor` of shape `(K, len(draft_ids))`): The drafter's scores.
+        draft_ids (`torch.LongTensor`): The target ids of their columns.
+        shape (`int` or `list[tuple[int, ...]]`, *optional*): See [`speculative_generate`].
     """
-
-    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
-        self.length = input_ids.shape[1]
-        self.buffer = F.pad(input_ids.long(), (0, GROWTH))
-        self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
-        self.do_sample = generation_config.do_sample
-        returns = generation_config.return_dict_in_generate
-        self.scores = () if returns and generation_config.output_scores else None
-        self.logits = () if returns and generation_config.output_logits else None
-        self.stopped = False
-
-    @property
-    def sequence(self) -> torch.LongTensor:
-        """All tokens so far, shape `(1, length)`."""
-        return self.buffer[:, : self.length]
-
-    def accept(self, logits: torch.Tensor, drafts: list[int]) -> list[int]:
-        """The accept rule: emit the target's own token at each place, and go on while it is the drafted one.
-
-        Args:
-            logits (`torch.Tensor` of shape `(len(drafts) + 1, vocab_size)`): The target's float32 logits after the newest
-                token, then after each draft token.
-            drafts (`list[int]`): The draft tokens.
-
-        Returns:
-            `list[int]`: Tokens emitted, at least one. `stopped` tells whether a criterion was met; nothing follows it.
-        """
-        # Without processors a greedy choice needs no history: one transfer brings all of them.
-        greedy = logits.argmax(dim=-1).tolist() if not (self.do_sample or self.logits_processor) else None
-        emitted = []
-        for place, draft in enumerate([*drafts, None]):
-            scores = logits[None, place]
-            if self.logits is not None:
-                self.logits += (scores,)
-            if greedy is None:
-                # Processors may write into their input, and they see the history of this very path.
-                scores = self.logits_processor(self.sequence, scores.clone())
-                if self.do_sample:
-                    token = torch.multinomial(scores.softmax(dim=-1), num_samples=1).item()
-                else:
-                    token = scores.argmax(dim=-1).item()
-            else:
-                token = greedy[place]
-            if self.scores is not None:
-                self.scores += (scores,)
-            self.emit(token)
-            emitted.append(token)
-            if self.stopped or token != draft:
-                return emitted
-
-    def emit(self, token: int):
-        if self.length == self.buffer.shape[1]:  # not sized by max_length, which may be far away
-            self.buffer = F.pad(self.buffer, (0, self.length))
-        self.buffer[0, self.length] = token
-        self.length += 1
-        # In the order of plain decoding, for criteria that look at the streamer.
-        self.stopped = bool(self.stopping_criteria(self.sequence, self.scores).all())
-        if self.streamer is not None:
-            self.streamer.put(torch.tensor([token]))  # a view of the buffer would go on changing
+    if shape is None:
+        return DraftTree.chain(draft_ids[drafter.choose(logits)].tolist())
+    transition = drafter.markov_head.between if drafter.config.markov_rank else None
+    if isinstance(shape, int):
+        return best_first(candidates(logits, shape, draft_ids, transition=transition), shape)
+    paths = [path for path in shape if len(path) <= len(logits)]
+    ranks = max((rank for path in paths for rank in path), default=0) + 1
+    return static_tree(paths, candidates(logits, ranks, draft_ids, transition=transition))
 
 
 def decode(
@@ -256,6 +241,8 @@ def decode(
     generation_config,
     drafter,
     num_tokens: int,
+    shape=None,
+    lookup: int = 0,
     streamer=None,
     **model_kwargs,
 ):
@@ -287,7 +274,7 @@ def decode(
         )
     attention_mask = model_kwargs.get("attention_mask")
     verified = slice(0 if attention_mask is None else int((attention_mask[0, -rows:] == 0).sum()), rows)
-    emitted = text.accept(last_logits(outputs, 1), [])
+    text.accept(last_logits(outputs, 1), DraftTree.chain([]))
     stats.prefill_seconds = time.perf_counter() - start
 
     cache = outputs.cache
@@ -297,40 +284,50 @@ def decode(
     with model._optimize_model_for_decode(), recording_past(cache):
         while not text.stopped:
             model_kwargs = model._update_model_kwargs_for_generation(
-                outputs, model_kwargs, num_new_tokens=len(emitted)
+                outputs, model_kwargs, num_new_tokens=len(text.path)
             )
 
-            clock = time.perf_counter()
             features = torch.cat([outputs.hidden_states[i][:, verified].to(drafter.device) for i in layer_ids], dim=-1)
-            wanted = min(num_tokens, end - text.length)
-            drafts = []
-            if wanted > 0 and features.shape[1]:  # none after a prompt of which all new tokens are masked
+            wanted, tree = min(num_tokens, end - text.length), DraftTree.chain([])
+            if (
+                wanted > 0 and shape != 0 and features.shape[1]
+            ):  # none after a prompt of which all new tokens are masked
                 unread = text.sequence[0, -features.shape[1] - 1 :].clamp(max=last_id).to(drafter.device)
+                clock = time.perf_counter()
                 draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)
-                drafts = draft_ids[drafter.choose(draft_logits[:, : len(draft_ids)])].tolist()
-            stats.draft_seconds += time.perf_counter() - clock
+                stats.draft_seconds += time.perf_counter() - clock
+                tree = propose(drafter, draft_logits[:, : len(draft_ids)], draft_ids, shape)
+            if lookup and end > text.length:
+                branch = prompt_lookup(text.sequence[0].tolist(), min(lookup, end - text.length))
+                most = shape if isinstance(shape, int) else len(tree.tokens) + len(branch)
+                tree = with_branch(tree, branch, math.log(LOOKUP_PROBABILITY), most)
+            if not tree.is_chain:
+                tree = tree.first(check_cache(cache))
 
-            candidates = torch.cat([text.sequence, text.sequence.new_tensor([drafts])], dim=1)
+            depth, size = max(tree.depths), len(tree.tokens) + 1
+            chain = torch.cat([text.sequence, text.sequence.new_tensor([tree.tokens[:depth]])], dim=1)
             inputs = model.prepare_inputs_for_generation(
-                candidates,
-                next_sequence_length=len(drafts) + 1,
-                **model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=len(drafts)),
+                chain,
+                next_sequence_length=depth + 1,
+                **model._update_model_kwargs_for_generation({}, dict(model_kwargs), num_new_tokens=depth),
             )
+            if not tree.is_chain:
+                inputs = spread(model, inputs, tree, cache)
             if "logits_to_keep" in inputs:
-                inputs["logits_to_keep"] = len(drafts) + 1
+                inputs["logits_to_keep"] = size
             clock = time.perf_counter()
             outputs = model(**inputs, return_dict=True)
             stats.verify_seconds += time.perf_counter() - clock
 
             before = text.length
             try:
-                emitted = text.accept(last_logits(outputs, len(drafts) + 1), drafts)
+                accepted = text.accept(last_logits(outputs, size), tree)
             finally:
                 # Both caches keep what was read and accepted: everything but the newest token. That holds when a processor,
                 # a criterion or a streamer raises, too, for the cache may be the user's.
-                cache.crop(max(text.length - before, 1) - len(drafts) - 1)
-            verified = slice(len(emitted))
-            stats.record(drafts, emitted)
+                keep_path(cache, text.path[: max(text.length - before, 1)], size)
+            verified = text.path
+            stats.record(tree, accepted, len(text.path))
 
     if streamer is not None:
         streamer.end()

@@ -117,6 +117,10 @@ class MarkovHead(nn.Module):
         known = (previous >= 0)[:, None]
         return self.next(self.given(previous.clamp(min=0)) * known)
 
+    def between(self, previous: torch.LongTensor, following: torch.LongTensor) -> torch.Tensor:
+        """The bias on the tokens `following`, `(m,)`, alone after each of `previous`, `(n,)`; `(n, m)`."""
+        return self.given(previous) @ self.next.weight[following].T
+
 
 class FrozenHeadScore(torch.autograd.Function):
     """`score(head(hidden_states), rows)` of a few rows at a time, whose first line is the loss that is differentiated.

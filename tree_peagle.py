@@ -50,6 +50,10 @@ class DraftTree:
     def chain(cls, tokens: list[int], log_probs: list[float] | None = None) -> "DraftTree":
         return cls(tokens, list(range(len(tokens))), [0.0] * len(tokens) if log_probs is None else log_probs)
 
+    def first(self, num_nodes: int | None) -> "DraftTree":
+        """The tree of the first nodes, with their ancestors as these come before."""
+        return DraftTree(self.tokens[:num_nodes], self.parents[:num_nodes], self.log_probs[:num_nodes])
+
     def children(self, node: int) -> dict[int, int]:
         """From the token to the number of each child of `node`."""
         return self._children[node]

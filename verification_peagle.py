@@ -1,0 +1,174 @@
+"""Verification: one target forward over a draft tree, the accept rule, and a cache that keeps the accepted path alone.
+
+A node of the tree stands at the position of its depth and sees the sequence and its own ancestors, so that the target
+reads every path as if it were the only one. The accept rule then walks from the root: at each node the target chooses its
+own token, by argmax or by one draw, and the walk goes on in the child that has it. Every emitted token is the target's
+own choice, given a tree that does not depend on the choice: so the output has the target's law for every tree.
+"""
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.masking_utils import create_masks_for_generate
+
+
+# The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
+try:
+    from .tree_peagle import DraftTree
+except ImportError:
+    from tree_peagle import DraftTree
+
+
+# Room for new tokens at the start; it doubles when it is used up.
+GROWTH = 512
+
+
+def spread(model, inputs: dict, tree: DraftTree, cache: Cache) -> dict:
+    """The inputs of a forward over the root and the nodes of a tree.
+
+    Args:
+        inputs (`dict`): What `prepare_inputs_for_generation` gives for the root and any chain as long as the tree is deep.
+        cache (`Cache`): What the target has read before the root.
+
+    Returns:
+        `dict`: The same with a row per node, which has all that the chain's row of its depth has, but another token, and of
+        the drafts sees its ancestors alone.
+
+    Raises:
+        ValueError: The target's attention does not take a mask of its own (flash attention), or a static cache has no room.
+    """
+    device, length = inputs["input_ids"].device, inputs["input_ids"].shape[1]
+    depths = torch.tensor(tree.depths, device=device)
+    masks = inputs.get("attention_mask")
+    if masks is None or isinstance(masks, torch.Tensor) and masks.dim() == 2:
+        masks = create_masks_for_generate(
+            config=model.config,
+            inputs_embeds=torch.empty((1, length, 0), dtype=model.dtype, device=device),
+            attention_mask=masks,
+            cache=cache,
+        )
+    ancestors, read = tree.ancestors().to(device), int(cache.get_seq_length())
+
+    def spread_mask(mask: torch.Tensor) -> torch.Tensor:
+        if not (isinstance(mask, torch.Tensor) and mask.dim() == 4):
+            raise ValueError(
+                f"Decoding with a P-EAGLE drafter: the attention {model.config._attn_implementation!r} of this target cannot "
+                'verify a tree. Load the target with attn_implementation="sdpa", or draft a chain.'
+            )
+        # Dynamic caches end where the new rows begin, static ones hold room for more, sliding ones less than was read.
+        start = min(read, mask.shape[-1] - length)
+        rows = mask[..., depths, :]
+        hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+        block = rows[..., start + depths].masked_fill(~ancestors, hidden)
+        return torch.cat([rows[..., :start], block, rows[..., start + len(depths) :]], dim=-1)
+
+    spreadable = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+    rows = {name: value[..., depths] for name, value in spreadable.items() if value.shape[-1:] == (length,)}
+    nodes = torch.tensor([tree.tokens], device=device)
+    masks = (
+        {kind: spread_mask(mask) for kind, mask in masks.items()} if isinstance(masks, dict) else spread_mask(masks)
+    )
+    return (
+        inputs | rows | {"input_ids": torch.cat([inputs["input_ids"][:, :1], nodes], dim=1), "attention_mask": masks}
+    )
+
+
+def keep_path(cache: Cache, path: list[int], size: int):
+    """Leave of the newest `size` rows of every layer those at `path` (ascending), as if they alone had been read.
+
+    Keys need no other rotation: they stand at the positions of their depths.
+    """
+    if path != list(range(len(path))):
+        for layer in cache.layers:
+            # A static layer has room behind what was read.
+            end = layer.get_seq_length() if isinstance(layer, StaticLayer) else layer.keys.shape[-2]
+            first = int(end) - size
+            for rows in (layer.keys, layer.values):
+                chosen = torch.tensor(path, device=rows.device) + first
+                rows[:, :, first : first + len(path)] = rows[:, :, chosen]
+    cache.crop(len(path) - size)
+
+
+def check_cache(cache: Cache) -> int | None:
+    """How many nodes a tree may have beside its root, which is what static layers have room for; None if any number.
+
+    Raises:
+        ValueError: A layer of the cache cannot give back single rows, which a tree asks for; it is named.
+    """
+    for layer in cache.layers:
+        if not isinstance(layer, (DynamicLayer, StaticLayer)):
+            raise ValueError(
+                f"Decoding with a P-EAGLE drafter: the {type(layer).__name__} of this target's cache cannot give back single "
+                "rows of a tree: draft a chain."
+            )
+    static = [layer.get_max_length() for layer in cache.layers if isinstance(layer, StaticLayer)]
+    return max(min(static) - int(cache.get_seq_length()) - 1, 0) if static else None
+
+
+class Continuation:
+    """The sequence being written, with the accept rule and everything `generate` promises for each token.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(1, length)`): The prompt.
+        logits_processor, stopping_criteria, generation_config, streamer: As `generate` prepared them.
+    """
+
+    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
+        self.length = input_ids.shape[1]
+        self.buffer = F.pad(input_ids.long(), (0, GROWTH))
+        self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
+        self.do_sample = generation_config.do_sample
+        returns = generation_config.return_dict_in_generate
+        self.scores = () if returns and generation_config.output_scores else None
+        self.logits = () if returns and generation_config.output_logits else None
+        self.stopped, self.path = False, []
+
+    @property
+    def sequence(self) -> torch.LongTensor:
+        """All tokens so far, shape `(1, length)`."""
+        return self.buffer[:, : self.length]
+
+    def accept(self, logits: torch.Tensor, tree: DraftTree) -> int:
+        """The accept rule: emit the target's own token at each node, and go on where it is drafted.
+
+        Args:
+            logits (`torch.Tensor` of shape `(N + 1, vocab_size)`): The target's float32 logits at the root and every node.
+            tree (`DraftTree`): The draft tokens.
+
+        Returns:
+            `int`: How many of the emitted tokens were drafted. `path` has the nodes that were visited, from the root on,
+            one for each emitted token; `stopped` tells whether a criterion was met; nothing follows it.
+        """
+        # Without processors a greedy choice needs no history: one transfer brings all of them.
+        greedy = logits.argmax(dim=-1).tolist() if not (self.do_sample or self.logits_processor) else None
+        self.path, node = [], 0
+        while True:
+            self.path.append(node)
+            scores = logits[None, node]
+            if self.logits is not None:
+                self.logits += (scores,)
+            if greedy is None:
+                # Processors may write into their input, and they see the history of this very path.
+                scores = self.logits_processor(self.sequence, scores.clone())
+                if self.do_sample:
+                    token = torch.multinomial(scores.softmax(dim=-1), num_samples=1).item()
+                else:
+                    token = scores.argmax(dim=-1).item()
+            else:
+                token = greedy[node]
+            if self.scores is not None:
+                self.scores += (scores,)
+            self.emit(token)
+            node = tree.children(node).get(token)
+            if self.stopped or node is None:
+                return len(self.path) - (node is None)
+
+    def emit(self, token: int):
+        if self.length == self.buffer.shape[1]:  # not sized by max_length, which may be far away
+            self.buffer = F.pad(self.buffer, (0, self.length))
+        self.buffer[0, self.length] = token
+        self.length += 1
+        # In the order of plain decoding, for criteria that look at the streamer.
+        self.stopped = bool(self.stopping_criteria(self.sequence, self.scores).all())
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor([token]))  # a view of the buffer would go on changing
