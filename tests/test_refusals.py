@@ -26,7 +26,6 @@ from modeling_peagle import PEagleModel
         ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search"),
         ({"dola_layers": "high"}, "dola"),
         ({"force_words_ids": [[7]], "num_beams": 2}, "num_beams"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
         ({"token_healing": True, "tokenizer": TinyTokenizer()}, "token_healing is set in the call"),
         ({"speculation_type": "dflash"}, "speculation_type"),
         ({"synced_gpus": True}, "synced_gpus"),
