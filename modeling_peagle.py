@@ -13,12 +13,14 @@ feed it (`default_layer_ids`). Paper: https://huggingface.co/papers/2602.01469.
 (`modeling_peagle_backbone.py`).
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
@@ -29,7 +31,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, cached_file
 
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
@@ -43,6 +45,8 @@ except ImportError:
     from generation_peagle import speculative_generate
 
 
+# Where the Markov head of a finished drafter is.
+MARKOV_FILE = "markov_head/model.safetensors"
 # A prompt is read in pieces of this many slots, so that the attention mask stays far below prompt x prompt.
 MAX_SLOTS = 1024
 # Logits that training holds at a time (64 MB in float32); of more rows, the head's work is done again for the gradient.
@@ -314,6 +318,20 @@ class Drafter:
                 chosen[depth] = (logits[depth] + bias).argmax()
         return chosen
 
+    def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs):
+        """As [`~PreTrainedModel.save_pretrained`], with the Markov head in a folder of its own.
+
+        Engines that serve the rest, such as vLLM, refuse tensors that they do not know. Who names the `state_dict`, as the
+        Trainer does for a checkpoint to resume from, gets all of it in one file.
+        """
+        if state_dict is None and self.config.markov_rank:
+            tensors = self.state_dict()
+            head = {name: tensors.pop(name).contiguous() for name in list(tensors) if name.startswith("markov_head.")}
+            os.makedirs(os.path.join(save_directory, os.path.dirname(MARKOV_FILE)), exist_ok=True)
+            save_file(head, os.path.join(save_directory, MARKOV_FILE), metadata={"format": "pt"})
+            state_dict = tensors
+        super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         """As [`~PreTrainedModel.from_pretrained`], refusing a checkpoint that does not hold exactly this model's tensors.
@@ -333,6 +351,9 @@ class Drafter:
                 f"The weights in {pretrained_model_name_or_path} are damaged ({error}). The file is probably truncated: "
                 "download or copy it again."
             ) from error
+        if apart := {name for name in info["missing_keys"] if name.startswith("markov_head.")}:
+            info["missing_keys"] -= apart
+            model._load_markov_head(pretrained_model_name_or_path, kwargs)
         faults = {
             "missing": info["missing_keys"],
             "unknown": info["unexpected_keys"],
@@ -351,6 +372,19 @@ class Drafter:
                 f"{model.config.vocab_size}. Download or copy the weights again."
             )
         return (model, info) if output_loading_info else model
+
+    def _load_markov_head(self, folder, kwargs: dict):
+        """From the file of its own in a folder or a repository of the Hub, with the options of `from_pretrained`."""
+        hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+        try:
+            path = cached_file(folder, MARKOV_FILE, **{name: kwargs[name] for name in hub if name in kwargs})
+            tensors = {name.removeprefix("markov_head."): tensor for name, tensor in load_file(path).items()}
+            self.markov_head.load_state_dict(tensors)
+        except (OSError, SafetensorError, RuntimeError) as error:
+            raise OSError(
+                f"The Markov head that config.json of {folder} names cannot be read from {MARKOV_FILE} ({error}). Copy or "
+                "download the whole folder again."
+            ) from error
 
 
 class PEagleFirstLayer(LlamaDecoderLayer):

@@ -49,6 +49,7 @@ VARIANTS = {
     "pruned": {"draft_ids": torch.arange(2, 52, 2)},
     "own_embeddings": {"own_embeddings": True},
     "no_fc_norm": {"fc_norm": False},
+    "markov": {"markov_rank": 4, "draft_ids": torch.arange(2, 52, 2)},
     "wide": {"own_embeddings": True, "hidden_size": 64},
 }
 
@@ -116,7 +117,8 @@ print(sum(p.double().sum().item() for p in drafter.parameters()), callable(draft
 
 
 def test_a_saved_folder_loads_with_auto_model_in_a_clean_process_and_saves_itself_whole(llama, tmp_path):
-    drafter = make_drafter(llama)
+    drafter = make_drafter(llama, markov_rank=4)
+    torch.nn.init.normal_(drafter.markov_head.next.weight)
     drafter.save_pretrained(tmp_path / "a")
     (tmp_path / "elsewhere").mkdir()
     for source, copy in (("a", "b"), ("b", "c")):
@@ -138,6 +140,24 @@ def test_a_saved_folder_loads_with_auto_model_in_a_clean_process_and_saves_itsel
     names = {path.name for path in (tmp_path / "c").iterdir()}
     assert {"configuration_peagle.py", "modeling_peagle.py", "generation_peagle.py", "model.safetensors"} <= names
     assert json.loads((tmp_path / "c/config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
+
+
+def test_a_markov_head_is_kept_apart_and_comes_back(llama, tmp_path):
+    drafter = make_drafter(llama, markov_rank=4)
+    torch.nn.init.normal_(drafter.markov_head.next.weight)
+    drafter.save_pretrained(tmp_path / "finished")
+    drafter.save_pretrained(tmp_path / "checkpoint", state_dict=drafter.state_dict())  # as the Trainer does
+    assert (tmp_path / "finished/markov_head/model.safetensors").exists()
+    assert not (tmp_path / "checkpoint/markov_head").exists()
+    for folder in ("finished", "checkpoint"):
+        again = PEagleModel.from_pretrained(tmp_path / folder)
+        assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in drafter.state_dict().items())
+    (tmp_path / "finished/markov_head/model.safetensors").write_bytes(b"broken")
+    with pytest.raises(OSError, match="The Markov head that config.json of .* names cannot be read"):
+        PEagleModel.from_pretrained(tmp_path / "finished")
+    (tmp_path / "finished/markov_head/model.safetensors").unlink()
+    with pytest.raises(OSError, match="The Markov head that config.json of .* names cannot be read"):
+        PEagleModel.from_pretrained(tmp_path / "finished")
 
 
 def test_custom_generate_of_the_repository_decodes_without_attaching(llama):
