@@ -62,6 +62,12 @@ class EvaluationArguments:
     per_category: int | None = HfArg(default=None, help="Use the first so many of each category; all if unset.")
     max_new_tokens: int = HfArg(default=128, help="Longest answer, in tokens.")
     speculation_depth: int | None = HfArg(default=None, help="Draft tokens per round (K); the drafter's own if unset.")
+    draft_tree: int | None = HfArg(
+        default=None, help="Draft so many tokens per round as a tree; a chain of K if unset."
+    )
+    prompt_lookup: int | None = HfArg(
+        default=None, help="Also draft up to so many tokens that followed the newest ones before."
+    )
     temperature: float = HfArg(default=0.0, help="0 is greedy; above 0, both ways sample with the same seed.")
     seed: int = HfArg(default=0, help="Seed of the first answer to each prompt; repeats count up from it.")
     repeats: int = HfArg(default=1, help="How often each prompt is answered both ways.")
@@ -91,15 +97,18 @@ class Stopwatch(BaseStreamer):
             self.show.end()
 
 
-def answer_both_ways(target, drafter, input_ids, depth, seed, plain_first, show=None, prepacked=None, **options):
-    """Answer `input_ids` (list[int]) plainly and with `depth` draft tokens per round; `show` gets the drafted text.
+def answer_both_ways(
+    target, drafter, input_ids, depth, seed, plain_first, show=None, prepacked=None, shape=None, **options
+):
+    """Answer `input_ids` (list[int]) plainly and with drafts `depth` deep; `show` gets the drafted text.
 
-    With the [`Prepacked`] of the target, also plainly with stock layers. Returns a dict: `prompt_tokens`, the new
+    `shape` has further arguments of the drafted way. With the [`Prepacked`] of the target, also plainly with stock layers. Returns a dict: `prompt_tokens`, the new
     tokens (list[int]) `plain`, `drafted` and perhaps `stock`, their `_seconds`, and `stats`.
     """
     prompt = torch.tensor([input_ids], device=target.device)
     options |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
     drafting, run = {"assistant_model": drafter, "num_assistant_tokens": depth}, {"prompt_tokens": len(input_ids)}
+    drafting |= shape or {}
     ways = WAYS if prepacked else WAYS[1:]
     for way in ways if plain_first else reversed(ways):
         watch = Stopwatch(show if way == "drafted" else None)
@@ -203,6 +212,7 @@ def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationAr
     used["speculation_depth"] = depth
     sampling = {"temperature": args.temperature, "top_k": 0, "top_p": 1.0} if args.temperature else {}
     options = {"max_new_tokens": args.max_new_tokens, "do_sample": bool(sampling)} | sampling
+    options["shape"] = {"draft_tree": args.draft_tree, "prompt_lookup_num_tokens": args.prompt_lookup}
     machine = environment(target)
     if machine["load_warning"]:
         print(machine["load_warning"])
