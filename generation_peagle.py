@@ -254,8 +254,6 @@ def decode(
     draft_cache = DynamicCache()
     table = model.get_input_embeddings().weight
     embedding = None if drafter.config.own_embeddings else table.to(drafter.device)
-    # A target may be padded with rows that the drafter's own table lacks; what stands for them does not matter.
-    last_id = (drafter.config.vocab_size if drafter.config.own_embeddings else table.shape[0]) - 1
     # A full draft vocabulary may be padded beyond the target's; the ids ascend, so the usable ones come first.
     draft_ids = drafter.draft_ids()
     draft_ids = draft_ids[draft_ids < table.shape[0]]
@@ -292,7 +290,7 @@ def decode(
             if (
                 wanted > 0 and shape != 0 and features.shape[1]
             ):  # none after a prompt of which all new tokens are masked
-                unread = text.sequence[0, -features.shape[1] - 1 :].clamp(max=last_id).to(drafter.device)
+                unread = text.sequence[0, -features.shape[1] - 1 :].to(drafter.device)
                 clock = time.perf_counter()
                 draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)
                 stats.draft_seconds += time.perf_counter() - clock

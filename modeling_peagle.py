@@ -465,7 +465,8 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
                 rows and which ones (a `slice`), and returns a tensor `(..., n)`. The logits of all rows never exist at once.
         """
         table = self.embed_tokens.weight if self.config.own_embeddings else embedding
-        inputs_embeds = F.embedding(input_ids, table).to(self.dtype)
+        # A target may be padded with rows that the drafter's own table lacks; what stands for them does not matter.
+        inputs_embeds = F.embedding(input_ids.clamp(max=len(table) - 1), table).to(self.dtype)
         hidden_states = self.slot_features(features, feature_index)
         shared = {
             "attention_mask": self.attention_mask(visible),

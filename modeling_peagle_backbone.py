@@ -73,7 +73,8 @@ class PEagleBackboneModel(Drafter, PreTrainedModel):
         score=None,
     ) -> PEagleOutput:
         """As [`PEagleModel.forward`]. `embedding` is not needed, as the backbone has its own."""
-        inputs_embeds = self.get_input_embeddings()(input_ids) + self.slot_features(features, feature_index)
+        known = input_ids.clamp(max=self.config.vocab_size - 1)  # a target may be padded with further rows
+        inputs_embeds = self.get_input_embeddings()(known) + self.slot_features(features, feature_index)
         hidden_states = self.backbone(
             inputs_embeds=inputs_embeds,
             attention_mask=self.attention_mask(visible, position_ids),

@@ -15,6 +15,7 @@ from test_training import (
     DRAFT_IDS,
     MASK,
     UNSUPERVISED,
+    VOCAB,
     block,
     build_target,
     build_trainer,
@@ -197,6 +198,24 @@ def test_without_dropping_slots_the_loss_is_that_of_drafting_after_every_token(t
                 total += LOSSES["kl"](scores[None], teacher, None)[0]
     loss = trainer.compute_loss(trainer.model, row, num_items_in_batch=torch.tensor(1))
     torch.testing.assert_close(loss, total, atol=1e-3, rtol=1e-5)
+
+
+def test_a_token_that_the_backbone_lacks_is_read_as_its_last(tmp_path):
+    """A target's table may be padded, or have a few tokens more."""
+    target, backbone, tokenizer = make_target("llama"), build_target(), SimpleNamespace(get_vocab=lambda: {"a": 0})
+    config = PEagleBackboneConfig.for_backbone(
+        target, tokenizer, backbone, tokenizer, mask_token_id=MASK, num_depths=3, speculation_depth=3
+    )
+    trainer = build_trainer(target, [], tmp_path, drafter=PEagleBackboneModel.from_backbone(backbone, config))
+    ids, mask = document(20, 1)
+    losses = []
+    for token in (VOCAB - 1, VOCAB + 20):
+        row = trainer.data_collator([block(([*ids[:1], token, *ids[2:]], mask))])
+        row["input_ids"] = row["input_ids"].clone()
+        features = torch.zeros(1, 20, config.num_features)  # so that the target's own reading makes no difference
+        row |= {"features": features, "last_hidden": torch.zeros(1, 20, config.target_hidden_size)}
+        losses.append(trainer.compute_loss(trainer.model, row))
+    assert losses[0] == losses[1] and losses[0].isfinite()
 
 
 # Losses and weights
