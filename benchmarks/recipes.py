@@ -24,11 +24,12 @@ RECIPES = {
     "kl, survival": ["--depth_weights", "survival"],
     "lk, survival": ["--loss", "lk", "--depth_weights", "survival"],
     "kl, feature noise 0.1": ["--feature_noise", "0.1"],
+    "markov head": ["--markov_rank", "64"],
+    "markov head, survival": ["--markov_rank", "64", "--depth_weights", "survival"],
+    "without fc_norm": ["--fc_norm", "false"],
     "mask row trained": ["--embeddings", "mask_row"],
     "embeddings trained": ["--embeddings", "trained"],
     "2 layers": ["--num_layers", "2"],
-    "markov head": ["--markov_rank", "64"],
-    "without fc_norm": ["--fc_norm", "false"],
 }
 
 
