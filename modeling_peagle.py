@@ -134,10 +134,10 @@ class FrozenHeadScore(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden_states, head, score):
+    def forward(ctx, hidden_states, head, score, size):
         scores, gradients = [], []
-        for start in range(0, max(len(hidden_states), 1), FUSED_ROWS):
-            part = slice(start, min(start + FUSED_ROWS, len(hidden_states)))
+        for start in range(0, max(len(hidden_states), 1), size):
+            part = slice(start, min(start + size, len(hidden_states)))
             with torch.set_grad_enabled(ctx.needs_input_grad[0]):
                 hidden = hidden_states[part].detach().requires_grad_(ctx.needs_input_grad[0])
                 scores.append(score(head(hidden), part))
@@ -149,7 +149,7 @@ class FrozenHeadScore(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (of_losses,) = ctx.saved_tensors
-        return of_losses * gradient[0][:, None], None, None
+        return of_losses * gradient[0][:, None], None, None, None
 
 
 class Drafter:
@@ -247,9 +247,9 @@ class Drafter:
         return output
 
     def _score(self, hidden_states: torch.Tensor, score) -> torch.Tensor:
-        if not (self.config.markov_rank or any(parameter.requires_grad for parameter in self.lm_head.parameters())):
-            return FrozenHeadScore.apply(hidden_states, self.head, score)
         rows, size = len(hidden_states), max(MAX_LOGITS // self.config.draft_vocab_size, 1)
+        if not (self.config.markov_rank or any(parameter.requires_grad for parameter in self.lm_head.parameters())):
+            return FrozenHeadScore.apply(hidden_states, self.head, score, min(size, FUSED_ROWS))
 
         def part(hidden_states, rows):
             return score(self.head(hidden_states), rows)
