@@ -23,10 +23,10 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
     from .tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
-    from .verification_peagle import Continuation, check_cache, keep_path, spread
+    from .verification_peagle import Continuation, check_cache, check_target, keep_path, spread
 except ImportError:
     from tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
-    from verification_peagle import Continuation, check_cache, keep_path, spread
+    from verification_peagle import Continuation, check_cache, check_target, keep_path, spread
 
 
 # How likely a token is taken to be right that followed the same tokens before.
@@ -180,7 +180,7 @@ def speculative_generate(
 
 def check_supported(model, input_ids, generation_config, model_kwargs):
     """Refuse, by name, what would give another output than plain decoding."""
-    limit = model.config.get_text_config().max_position_embeddings
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)  # ALiBi knows none
     cache, attention_mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
     mode = generation_config.get_generation_mode()
     problems = {
@@ -248,6 +248,9 @@ def decode(
 ):
     """The decoding loop that `generate` runs after its preparations (`custom_generate` as a callable)."""
     check_supported(model, input_ids, generation_config, model_kwargs)
+    if shape or lookup:
+        check_target(model, model_kwargs)
+        check_cache(model_kwargs["cache"])
     stats, start = DecodingStats(), time.perf_counter()
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     layer_ids = drafter.config.eagle_aux_hidden_state_layer_ids

@@ -89,6 +89,23 @@ def keep_path(cache: Cache, path: list[int], size: int):
     cache.crop(len(path) - size)
 
 
+def check_target(model, inputs: dict):
+    """Refuse a target that would read the nodes of a tree wrongly.
+
+    Args:
+        inputs (`dict`): What `generate` prepared for the first forward.
+
+    Raises:
+        ValueError: The target counts its positions itself, or its attention does not go through the interface of
+            transformers and so may make its own mask (by the number of the row, as GPT-Neo's window).
+    """
+    if inputs.get("position_ids") is None or not model._supports_attention_backend:
+        raise ValueError(
+            f"Decoding with a P-EAGLE drafter: {type(model).__name__} cannot verify a tree, as its positions or its attention "
+            "mask cannot be given: draft a chain, without draft_tree and prompt_lookup_num_tokens."
+        )
+
+
 def check_cache(cache: Cache) -> int | None:
     """How many nodes a tree may have beside its root, which is what static layers have room for; None if any number.
 

@@ -1,0 +1,89 @@
+"""Faults found by trying to break decoding with draft trees."""
+
+import pytest
+import torch
+from conftest import SIZES, VOCAB, Recorder, drafted, make_drafter, make_target, plain, prompt_of, scripted_for, sharpened
+from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+)
+
+import generation_peagle
+from configuration_peagle import PEagleConfig
+from modeling_peagle import PEagleModel
+from tree_peagle import DraftTree
+
+
+TOKENS = {"vocab_size": VOCAB, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+
+
+def make_other(build):
+    """A target of another family, with a drafter configured by hand."""
+    target = sharpened(build)
+    width = {"hidden_size": 32, "target_hidden_size": 32, "intermediate_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 1}
+    ids = {"vocab_size": VOCAB, "mask_token_id": 5, "eagle_aux_hidden_state_layer_ids": [1, 2]}
+    return target, PEagleModel(PEagleConfig(**width, **heads, **ids, target_num_hidden_layers=4)).eval()
+
+
+def gpt_neo():
+    layers = {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8}
+    return GPTNeoForCausalLM(GPTNeoConfig(**TOKENS, **layers, hidden_size=32, num_heads=4, max_position_embeddings=128))
+
+
+def bart():
+    heads = {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_layers": 4, "encoder_layers": 4}
+    kind = {"is_decoder": True, "is_encoder_decoder": False, "forced_eos_token_id": None}
+    return BartForCausalLM(
+        BartConfig(**TOKENS, **heads, **kind, d_model=32, decoder_ffn_dim=32, max_position_embeddings=128)
+    )
+
+
+def bloom():
+    return BloomForCausalLM(BloomConfig(**TOKENS, hidden_size=32, n_layer=4, n_head=4))
+
+
+class RightAndWrong:
+    """In the place of `propose`: trees whose right continuation hangs beside wrong nodes."""
+
+    def __init__(self, monkeypatch, reference):
+        monkeypatch.setattr(generation_peagle, "propose", self)
+        start = generation_peagle.Continuation.__init__
+
+        def watched(text, *args):
+            start(text, *args)
+            self.text = text
+
+        monkeypatch.setattr(generation_peagle.Continuation, "__init__", watched)
+        self.reference = reference
+
+    def __call__(self, drafter, logits, draft_ids, shape):
+        tokens, parents, parent = [], [], 0
+        for token in self.reference[self.text.length :][: len(logits)]:
+            tokens += [(token + 1) % VOCAB, (token + 2) % VOCAB, token]
+            parents += [parent] * 3
+            parent = len(tokens)
+        return DraftTree(tokens, parents, [0.0] * len(tokens))
+
+
+@pytest.mark.parametrize("build", [gpt_neo, bart, bloom])
+def test_targets_that_know_no_positions_or_masks_of_single_rows_are_refused_before_anything_is_written(
+    monkeypatch, build
+):
+    """GPT-Neo looks a row's window up by its number, Bart counts positions itself: trees gave other tokens silently."""
+    target, drafter = make_other(build)
+    prompt = prompt_of(20)
+    expected = plain(target, prompt)
+    RightAndWrong(monkeypatch, plain(target, prompt, max_new_tokens=40)[0].tolist())
+    recorder = Recorder()
+    with pytest.raises(ValueError, match="cannot verify a tree"):
+        drafted(target, drafter, prompt, draft_tree=12, streamer=recorder)
+    assert len(recorder.tokens) == 20
+    monkeypatch.undo()
+    assert torch.equal(drafted(target, drafter, prompt), expected)
