@@ -207,6 +207,10 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
         "It reads the prompt in one forward: leave prefill_chunk_size at None.": (
             generation_config.prefill_chunk_size is not None
         ),
+        "The sparse attention of this target chooses by an indexer, which ranks several tokens at once otherwise than one by "
+        "one: decode it without a drafter.": (
+            cache is not None and any(hasattr(layer, "update_indexer") for layer in cache.layers)
+        ),
         f"The {type(cache).__name__} of this target cannot forget rejected tokens: use the default dynamic cache, and a "
         "target without recurrent layers.": (cache is None or not cache.is_croppable),
     }

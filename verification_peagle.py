@@ -8,7 +8,13 @@ own choice, given a tree that does not depend on the choice: so the output has t
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.masking_utils import create_masks_for_generate
 
 
@@ -113,7 +119,8 @@ def check_cache(cache: Cache) -> int | None:
         ValueError: A layer of the cache cannot give back single rows, which a tree asks for; it is named.
     """
     for layer in cache.layers:
-        if not isinstance(layer, (DynamicLayer, StaticLayer)):
+        # Their subclasses keep more than keys and values, such as the keys of an indexer, which would stay where they were.
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer):
             raise ValueError(
                 f"Decoding with a P-EAGLE drafter: the {type(layer).__name__} of this target's cache cannot give back single "
                 "rows of a tree: draft a chain."

@@ -8,6 +8,9 @@ from transformers import (
     BartForCausalLM,
     BloomConfig,
     BloomForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
     GPTNeoConfig,
@@ -15,6 +18,7 @@ from transformers import (
 )
 
 import generation_peagle
+import verification_peagle
 from configuration_peagle import PEagleConfig
 from modeling_peagle import PEagleModel
 from tree_peagle import DraftTree
@@ -87,3 +91,23 @@ def test_targets_that_know_no_positions_or_masks_of_single_rows_are_refused_befo
     assert len(recorder.tokens) == 20
     monkeypatch.undo()
     assert torch.equal(drafted(target, drafter, prompt), expected)
+
+
+def deepseek_v32():
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+    ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    index = {"index_topk": 6, "index_head_dim": 8, "index_n_heads": 2}
+    return DeepseekV32ForCausalLM(
+        DeepseekV32Config(**sizes, **ranks, **experts, **index, num_experts_per_tok=2, num_hidden_layers=4)
+    )
+
+
+def test_sparse_attention_with_an_indexer_is_refused():
+    """Both chains and trees gave other tokens silently; of a tree the indexer's keys stayed where they were."""
+    target, drafter = make_other(deepseek_v32)
+    for shape in (None, 6):
+        with pytest.raises(ValueError, match="indexer"):
+            drafted(target, drafter, prompt_of(5), draft_tree=shape)
+    with pytest.raises(ValueError, match="DynamicIndexedLayer"):
+        verification_peagle.check_cache(DynamicCache(config=target.config))
