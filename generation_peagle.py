@@ -139,7 +139,8 @@ def speculative_generate(
     lookup, _ = setting("prompt_lookup_num_tokens")
     kwargs["prompt_lookup_num_tokens"] = None  # for another way of decoding, if it stays
     if isinstance(draft_tree, (list, tuple)):
-        draft_tree = [tuple(path) for path in draft_tree]
+        usable = int((drafter.draft_ids() < target.get_input_embeddings().weight.shape[0]).sum())
+        draft_tree = checked_paths(draft_tree, ranks=usable)
         num_tokens = max(map(len, draft_tree), default=0)
         if num_tokens > drafter.config.num_depths:
             raise ValueError(
@@ -176,6 +177,21 @@ def speculative_generate(
         ),
         **kwargs,
     )
+
+
+def checked_paths(paths, ranks: int) -> list[tuple[int, ...]]:
+    """The paths of a fixed tree, refused before anything is decoded if they make none of at most `ranks` per node."""
+    paths = [tuple(path) if isinstance(path, (list, tuple)) else path for path in paths]
+    for path in paths:
+        if not (isinstance(path, tuple) and path and all(type(rank) is int and 0 <= rank < ranks for rank in path)):
+            raise ValueError(
+                f"Path {path!r} in draft_tree: pass one rank per token, from 0 to {ranks - 1} (the draft vocabulary's size)."
+            )
+        if path[:-1] and path[:-1] not in paths:
+            raise ValueError(f"Path {path} in draft_tree needs {path[:-1]}, which is missing.")
+    if len(set(paths)) < len(paths):
+        raise ValueError("A path in draft_tree is listed twice.")
+    return paths
 
 
 def check_supported(model, input_ids, generation_config, model_kwargs):

@@ -111,3 +111,23 @@ def test_sparse_attention_with_an_indexer_is_refused():
             drafted(target, drafter, prompt_of(5), draft_tree=shape)
     with pytest.raises(ValueError, match="DynamicIndexedLayer"):
         verification_peagle.check_cache(DynamicCache(config=target.config))
+
+
+@pytest.mark.parametrize(
+    "shape", [[(200,)], [(0,), (0,)], [()], [(0.5,)], [0, 1], ["a"], [(-1,)], [(True,)], [(0,), (0, 0, 0)]], ids=str
+)
+def test_impossible_static_trees_are_refused_before_a_token_is_streamed(shape):
+    target, recorder = make_target("llama"), Recorder()
+    for limit in (1, 24):
+        with pytest.raises(ValueError, match="draft_tree"):
+            drafted(
+                target, make_drafter(target), prompt_of(4), draft_tree=shape, streamer=recorder, max_new_tokens=limit
+            )
+    assert recorder.tokens == []
+
+
+def test_a_static_tree_wider_than_the_draft_vocabulary_is_refused_beforehand():
+    target = make_target("llama")
+    drafter = make_drafter(target, draft_ids=torch.tensor([3, 9]))
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        drafted(target, drafter, prompt_of(4), draft_tree=[(0,), (1,), (2,)])
