@@ -136,7 +136,9 @@ def speculative_generate(
             f"num_assistant_tokens is {num_tokens!r} in {source}, but this drafter was trained for 1 to "
             f"{drafter.config.num_depths} draft tokens per round: pass num_assistant_tokens in that range."
         )
-    lookup, _ = setting("prompt_lookup_num_tokens")
+    lookup, source = setting("prompt_lookup_num_tokens")
+    if lookup is not None and (type(lookup) is not int or lookup < 0):
+        raise ValueError(f"prompt_lookup_num_tokens is {lookup!r} in {source}: pass a number of tokens, or None.")
     kwargs["prompt_lookup_num_tokens"] = None  # for another way of decoding, if it stays
     if isinstance(draft_tree, (list, tuple)):
         usable = int((drafter.draft_ids() < target.get_input_embeddings().weight.shape[0]).sum())

@@ -131,3 +131,10 @@ def test_a_static_tree_wider_than_the_draft_vocabulary_is_refused_beforehand():
     drafter = make_drafter(target, draft_ids=torch.tensor([3, 9]))
     with pytest.raises(ValueError, match="from 0 to 1"):
         drafted(target, drafter, prompt_of(4), draft_tree=[(0,), (1,), (2,)])
+
+
+@pytest.mark.parametrize("lookup", [-1, 2.5, "3", True, [4]])
+def test_impossible_lengths_of_the_prompt_lookup_are_refused(lookup):
+    target = make_target("llama")
+    with pytest.raises(ValueError, match="prompt_lookup_num_tokens is .* in the call"):
+        drafted(target, make_drafter(target), prompt_of(4), prompt_lookup_num_tokens=lookup)
