@@ -142,12 +142,8 @@ def speculative_generate(
     kwargs["prompt_lookup_num_tokens"] = None  # for another way of decoding, if it stays
     if isinstance(draft_tree, (list, tuple)):
         usable = int((drafter.draft_ids() < target.get_input_embeddings().weight.shape[0]).sum())
-        draft_tree = checked_paths(draft_tree, ranks=usable)
+        draft_tree = checked_paths(draft_tree, depths=drafter.config.num_depths, ranks=usable)
         num_tokens = max(map(len, draft_tree), default=0)
-        if num_tokens > drafter.config.num_depths:
-            raise ValueError(
-                f"draft_tree is {num_tokens} tokens deep, but this drafter was trained for {drafter.config.num_depths}."
-            )
     elif draft_tree is not None and (type(draft_tree) is not int or draft_tree < 0):
         raise ValueError(
             f"draft_tree is {draft_tree!r}: pass how many tokens to draft per round, or a list of paths such as "
@@ -181,14 +177,16 @@ def speculative_generate(
     )
 
 
-def checked_paths(paths, ranks: int) -> list[tuple[int, ...]]:
-    """The paths of a fixed tree, refused before anything is decoded if they make none of at most `ranks` per node."""
+def checked_paths(paths, depths: int, ranks: int) -> list[tuple[int, ...]]:
+    """The paths of a fixed tree, refused before anything is decoded if they make none within `depths` and `ranks`."""
     paths = [tuple(path) if isinstance(path, (list, tuple)) else path for path in paths]
     for path in paths:
         if not (isinstance(path, tuple) and path and all(type(rank) is int and 0 <= rank < ranks for rank in path)):
             raise ValueError(
                 f"Path {path!r} in draft_tree: pass one rank per token, from 0 to {ranks - 1} (the draft vocabulary's size)."
             )
+        if len(path) > depths:
+            raise ValueError(f"draft_tree is {len(path)} tokens deep, but this drafter was trained for {depths}.")
         if path[:-1] and path[:-1] not in paths:
             raise ValueError(f"Path {path} in draft_tree needs {path[:-1]}, which is missing.")
     if len(set(paths)) < len(paths):
@@ -196,9 +194,13 @@ def checked_paths(paths, ranks: int) -> list[tuple[int, ...]]:
     return paths
 
 
+def position_limit(model) -> float:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)  # ALiBi knows none
+
+
 def check_supported(model, input_ids, generation_config, model_kwargs):
     """Refuse, by name, what would give another output than plain decoding."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)  # ALiBi knows none
+    limit = position_limit(model)
     cache, attention_mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
     mode = generation_config.get_generation_mode()
     problems = {
@@ -303,7 +305,8 @@ def decode(
     stats.prefill_seconds = time.perf_counter() - start
 
     cache = outputs.cache
-    end = stopping_criteria.max_length - 1  # the last token that may still come needs no draft
+    # The last token that may still come needs no draft, and tables of learned positions end, though the text may before.
+    end = min(stopping_criteria.max_length - 1, position_limit(model))
     if isinstance(cache, StaticCache):  # it may end before, and hold more than the text
         end = min(end, cache.get_max_length() - int(cache.get_seq_length()) + text.length - 1)
     with model._optimize_model_for_decode(), recording_past(cache):

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from conftest import SIZES, VOCAB, Recorder, drafted, make_drafter, make_target, plain, prompt_of, scripted_for, sharpened
+from conftest import (
+    SIZES,
+    VOCAB,
+    Recorder,
+    drafted,
+    make_drafter,
+    make_target,
+    plain,
+    prompt_of,
+    sharpened,
+)
 from transformers import (
     BartConfig,
     BartForCausalLM,
@@ -38,7 +48,9 @@ def make_other(build):
 
 def gpt_neo():
     layers = {"num_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 8}
-    return GPTNeoForCausalLM(GPTNeoConfig(**TOKENS, **layers, hidden_size=32, num_heads=4, max_position_embeddings=128))
+    return GPTNeoForCausalLM(
+        GPTNeoConfig(**TOKENS, **layers, hidden_size=32, num_heads=4, max_position_embeddings=128)
+    )
 
 
 def bart():
@@ -138,3 +150,18 @@ def test_impossible_lengths_of_the_prompt_lookup_are_refused(lookup):
     target = make_target("llama")
     with pytest.raises(ValueError, match="prompt_lookup_num_tokens is .* in the call"):
         drafted(target, make_drafter(target), prompt_of(4), prompt_lookup_num_tokens=lookup)
+
+
+@pytest.mark.parametrize("options", [{}, {"draft_tree": 9}, {"prompt_lookup_num_tokens": 20}], ids=str)
+def test_drafts_do_not_reach_beyond_learned_positions(options):
+    """The text ends at its EOS within the table; drafts behind it must not be looked up beyond its end."""
+    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32}
+    target, drafter = make_other(lambda: GPT2LMHeadModel(GPT2Config(**TOKENS, **sizes)))
+    prompt = torch.cat([prompt_of(13), prompt_of(13)], dim=1)
+    reference = plain(target, prompt, max_new_tokens=5)[0].tolist()
+    options = {"max_new_tokens": 60, "num_assistant_tokens": 8} | options
+    out = drafted(target, drafter, prompt, eos_token_id=reference[29], **options)
+    assert out[0].tolist() == reference[: out.shape[1]] and out[0, -1] == reference[29]
+    # A table that is used up to its last row, and by plain decoding, too.
+    full = {"max_new_tokens": 7} | {name: value for name, value in options.items() if name != "max_new_tokens"}
+    assert torch.equal(drafted(target, drafter, prompt, **full), plain(target, prompt, max_new_tokens=7))
