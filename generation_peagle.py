@@ -23,10 +23,10 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
     from .tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
-    from .verification_peagle import Continuation, check_cache, keep_path, spread
+    from .verification_peagle import Continuation, check_cache, check_target, keep_path, spread
 except ImportError:
     from tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
-    from verification_peagle import Continuation, check_cache, keep_path, spread
+    from verification_peagle import Continuation, check_cache, check_target, keep_path, spread
 
 
 # How likely a token is taken to be right that followed the same tokens before.
@@ -136,15 +136,14 @@ def speculative_generate(
             f"num_assistant_tokens is {num_tokens!r} in {source}, but this drafter was trained for 1 to "
             f"{drafter.config.num_depths} draft tokens per round: pass num_assistant_tokens in that range."
         )
-    lookup, _ = setting("prompt_lookup_num_tokens")
+    lookup, source = setting("prompt_lookup_num_tokens")
+    if lookup is not None and (type(lookup) is not int or lookup < 0):
+        raise ValueError(f"prompt_lookup_num_tokens is {lookup!r} in {source}: pass a number of tokens, or None.")
     kwargs["prompt_lookup_num_tokens"] = None  # for another way of decoding, if it stays
     if isinstance(draft_tree, (list, tuple)):
-        draft_tree = [tuple(path) for path in draft_tree]
+        usable = int((drafter.draft_ids() < target.get_input_embeddings().weight.shape[0]).sum())
+        draft_tree = checked_paths(draft_tree, depths=drafter.config.num_depths, ranks=usable)
         num_tokens = max(map(len, draft_tree), default=0)
-        if num_tokens > drafter.config.num_depths:
-            raise ValueError(
-                f"draft_tree is {num_tokens} tokens deep, but this drafter was trained for {drafter.config.num_depths}."
-            )
     elif draft_tree is not None and (type(draft_tree) is not int or draft_tree < 0):
         raise ValueError(
             f"draft_tree is {draft_tree!r}: pass how many tokens to draft per round, or a list of paths such as "
@@ -178,9 +177,30 @@ def speculative_generate(
     )
 
 
+def checked_paths(paths, depths: int, ranks: int) -> list[tuple[int, ...]]:
+    """The paths of a fixed tree, refused before anything is decoded if they make none within `depths` and `ranks`."""
+    paths = [tuple(path) if isinstance(path, (list, tuple)) else path for path in paths]
+    for path in paths:
+        if not (isinstance(path, tuple) and path and all(type(rank) is int and 0 <= rank < ranks for rank in path)):
+            raise ValueError(
+                f"Path {path!r} in draft_tree: pass one rank per token, from 0 to {ranks - 1} (the draft vocabulary's size)."
+            )
+        if len(path) > depths:
+            raise ValueError(f"draft_tree is {len(path)} tokens deep, but this drafter was trained for {depths}.")
+        if path[:-1] and path[:-1] not in paths:
+            raise ValueError(f"Path {path} in draft_tree needs {path[:-1]}, which is missing.")
+    if len(set(paths)) < len(paths):
+        raise ValueError("A path in draft_tree is listed twice.")
+    return paths
+
+
+def position_limit(model) -> float:
+    return getattr(model.config.get_text_config(), "max_position_embeddings", math.inf)  # ALiBi knows none
+
+
 def check_supported(model, input_ids, generation_config, model_kwargs):
     """Refuse, by name, what would give another output than plain decoding."""
-    limit = model.config.get_text_config().max_position_embeddings
+    limit = position_limit(model)
     cache, attention_mask = model_kwargs.get("cache"), model_kwargs.get("attention_mask")
     mode = generation_config.get_generation_mode()
     problems = {
@@ -206,6 +226,10 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
         ),
         "It reads the prompt in one forward: leave prefill_chunk_size at None.": (
             generation_config.prefill_chunk_size is not None
+        ),
+        "The sparse attention of this target chooses by an indexer, which ranks several tokens at once otherwise than one by "
+        "one: decode it without a drafter.": (
+            cache is not None and any(hasattr(layer, "update_indexer") for layer in cache.layers)
         ),
         f"The {type(cache).__name__} of this target cannot forget rejected tokens: use the default dynamic cache, and a "
         "target without recurrent layers.": (cache is None or not cache.is_croppable),
@@ -248,6 +272,9 @@ def decode(
 ):
     """The decoding loop that `generate` runs after its preparations (`custom_generate` as a callable)."""
     check_supported(model, input_ids, generation_config, model_kwargs)
+    if shape or lookup:
+        check_target(model, model_kwargs)
+        check_cache(model_kwargs["cache"])
     stats, start = DecodingStats(), time.perf_counter()
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     layer_ids = drafter.config.eagle_aux_hidden_state_layer_ids
@@ -276,7 +303,8 @@ def decode(
     stats.prefill_seconds = time.perf_counter() - start
 
     cache = outputs.cache
-    end = stopping_criteria.max_length - 1  # the last token that may still come needs no draft
+    # The last token that may still come needs no draft, and tables of learned positions end, though the text may before.
+    end = min(stopping_criteria.max_length - 1, position_limit(model))
     if isinstance(cache, StaticCache):  # it may end before, and hold more than the text
         end = min(end, cache.get_max_length() - int(cache.get_seq_length()) + text.length - 1)
     with model._optimize_model_for_decode(), recording_past(cache):

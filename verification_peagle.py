@@ -8,7 +8,13 @@ own choice, given a tree that does not depend on the choice: so the output has t
 
 import torch
 import torch.nn.functional as F
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.masking_utils import create_masks_for_generate
 
 
@@ -89,6 +95,23 @@ def keep_path(cache: Cache, path: list[int], size: int):
     cache.crop(len(path) - size)
 
 
+def check_target(model, inputs: dict):
+    """Refuse a target that would read the nodes of a tree wrongly.
+
+    Args:
+        inputs (`dict`): What `generate` prepared for the first forward.
+
+    Raises:
+        ValueError: The target counts its positions itself, or its attention does not go through the interface of
+            transformers and so may make its own mask (by the number of the row, as GPT-Neo's window).
+    """
+    if inputs.get("position_ids") is None or not model._supports_attention_backend:
+        raise ValueError(
+            f"Decoding with a P-EAGLE drafter: {type(model).__name__} cannot verify a tree, as its positions or its attention "
+            "mask cannot be given: draft a chain, without draft_tree and prompt_lookup_num_tokens."
+        )
+
+
 def check_cache(cache: Cache) -> int | None:
     """How many nodes a tree may have beside its root, which is what static layers have room for; None if any number.
 
@@ -96,7 +119,8 @@ def check_cache(cache: Cache) -> int | None:
         ValueError: A layer of the cache cannot give back single rows, which a tree asks for; it is named.
     """
     for layer in cache.layers:
-        if not isinstance(layer, (DynamicLayer, StaticLayer)):
+        # Their subclasses keep more than keys and values, such as the keys of an indexer, which would stay where they were.
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer):
             raise ValueError(
                 f"Decoding with a P-EAGLE drafter: the {type(layer).__name__} of this target's cache cannot give back single "
                 "rows of a tree: draft a chain."
