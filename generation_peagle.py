@@ -16,16 +16,22 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import StoppingCriteriaList, StopStringCriteria
-from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, StaticCache
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicSlidingWindowLayer,
+    StaticCache,
+    StaticIndexedLayer,
+)
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
-    from .tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
+    from .tree_peagle import DraftTree, best_first, candidates, checked_paths, prompt_lookup, static_tree, with_branch
     from .verification_peagle import Continuation, check_cache, check_target, keep_path, spread
 except ImportError:
-    from tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
+    from tree_peagle import DraftTree, best_first, candidates, checked_paths, prompt_lookup, static_tree, with_branch
     from verification_peagle import Continuation, check_cache, check_target, keep_path, spread
 
 
@@ -140,9 +146,11 @@ def speculative_generate(
     if lookup is not None and (type(lookup) is not int or lookup < 0):
         raise ValueError(f"prompt_lookup_num_tokens is {lookup!r} in {source}: pass a number of tokens, or None.")
     kwargs["prompt_lookup_num_tokens"] = None  # for another way of decoding, if it stays
+    if draft_tree is None:
+        draft_tree, _ = setting("draft_tree")
     if isinstance(draft_tree, (list, tuple)):
         usable = int((drafter.draft_ids() < target.get_input_embeddings().weight.shape[0]).sum())
-        draft_tree = checked_paths(draft_tree, depths=drafter.config.num_depths, ranks=usable)
+        draft_tree = checked_paths(draft_tree, drafter.config.num_depths, usable)
         num_tokens = max(map(len, draft_tree), default=0)
     elif draft_tree is not None and (type(draft_tree) is not int or draft_tree < 0):
         raise ValueError(
@@ -175,23 +183,6 @@ def speculative_generate(
         ),
         **kwargs,
     )
-
-
-def checked_paths(paths, depths: int, ranks: int) -> list[tuple[int, ...]]:
-    """The paths of a fixed tree, refused before anything is decoded if they make none within `depths` and `ranks`."""
-    paths = [tuple(path) if isinstance(path, (list, tuple)) else path for path in paths]
-    for path in paths:
-        if not (isinstance(path, tuple) and path and all(type(rank) is int and 0 <= rank < ranks for rank in path)):
-            raise ValueError(
-                f"Path {path!r} in draft_tree: pass one rank per token, from 0 to {ranks - 1} (the draft vocabulary's size)."
-            )
-        if len(path) > depths:
-            raise ValueError(f"draft_tree is {len(path)} tokens deep, but this drafter was trained for {depths}.")
-        if path[:-1] and path[:-1] not in paths:
-            raise ValueError(f"Path {path} in draft_tree needs {path[:-1]}, which is missing.")
-    if len(set(paths)) < len(paths):
-        raise ValueError("A path in draft_tree is listed twice.")
-    return paths
 
 
 def position_limit(model) -> float:
@@ -229,7 +220,8 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
         ),
         "The sparse attention of this target chooses by an indexer, which ranks several tokens at once otherwise than one by "
         "one: decode it without a drafter.": (
-            cache is not None and any(hasattr(layer, "update_indexer") for layer in cache.layers)
+            cache is not None
+            and any(isinstance(layer, (DynamicIndexedLayer, StaticIndexedLayer)) for layer in cache.layers)
         ),
         f"The {type(cache).__name__} of this target cannot forget rejected tokens: use the default dynamic cache, and a "
         "target without recurrent layers.": (cache is None or not cache.is_croppable),

@@ -207,22 +207,30 @@ def best_first(candidates: Candidates, num_nodes: int, max_depth: int | None = N
     return DraftTree(tokens, parents, [log_prob for _, _, log_prob in nodes[1:]])
 
 
+def checked_paths(paths, depths: int, ranks: int) -> list[tuple[int, ...]]:
+    """The paths of a fixed tree, shallow ones first; ValueError if they make none within `depths` and `ranks`."""
+    paths = [tuple(path) if isinstance(path, (list, tuple)) else path for path in paths]
+    for path in paths:
+        if not (isinstance(path, tuple) and path and all(type(rank) is int and 0 <= rank < ranks for rank in path)):
+            raise ValueError(f"Path {path!r} in draft_tree: pass one rank per token, from 0 to {ranks - 1}.")
+        if len(path) > depths:
+            raise ValueError(f"draft_tree is {len(path)} tokens deep, but this drafter was trained for {depths}.")
+        if path[:-1] and path[:-1] not in paths:
+            raise ValueError(f"Path {path} in draft_tree needs {path[:-1]}, which is missing.")
+    if len(set(paths)) < len(paths):
+        raise ValueError("A path in draft_tree is listed twice.")
+    return sorted(paths, key=len)
+
+
 def static_tree(paths: list[tuple[int, ...]], candidates: Candidates) -> DraftTree:
     """A tree of one shape, as in Medusa (https://huggingface.co/papers/2401.10774), shallow nodes first.
 
     `paths` lists, for each node, the ranks along its path: 0 is the most probable token after the node above. Impossible
-    tokens are left out with all below them. ValueError: A path is empty, listed twice, without its beginning in the list, or
-    beyond the candidates.
+    tokens are left out with all below them. ValueError: see [`checked_paths`].
     """
     places, tokens, parents, log_probs = {(): (0, 0, 0.0)}, [], [], []  # places: node, candidate and log-probability
-    for path in sorted(map(tuple, paths), key=len):
+    for path in checked_paths(paths, len(candidates.tokens), len(candidates.tokens[0])):
         depth = len(path) - 1
-        if path in places:
-            raise ValueError(f"Path {path} of a static tree is {'listed twice' if path else 'empty'}.")
-        if path[:-1] not in places:
-            raise ValueError(f"Path {path} of a static tree needs {path[:-1]}, which is missing.")
-        if depth >= len(candidates.tokens) or not 0 <= path[-1] < len(candidates.tokens[depth]):
-            raise ValueError(f"Path {path} of a static tree goes beyond the depths or ranks of the candidates.")
         above, places[path] = places[path[:-1]], None
         law = candidates.ranked(depth, above[1]) if above else []
         if path[-1] < len(law):

@@ -16,7 +16,7 @@ from conftest import (
     prompt_of,
     scripted_for,
 )
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StaticCache
 
 import generation_peagle
 import verification_peagle
@@ -332,6 +332,20 @@ def test_a_copied_text_is_accepted_through_the_lookup(monkeypatch):
         assert out.sequences[0, 20:].tolist() == (text * 3)[: out.sequences.shape[1] - 20]
         taus[lookup] = out.stats.tau
     assert taus[8] > 5 > taus[None]
+
+
+# Settings
+
+
+def test_the_shape_may_stand_in_a_generation_config():
+    target, prompt = make_target("llama"), prompt_of(4)
+    drafter = sure(scripted_for(target, prompt, "mixed"))
+    settings = GenerationConfig(draft_tree=7, max_new_tokens=24, do_sample=False)
+    with drafter.attach(target):
+        out = target.generate(
+            prompt, assistant_model=drafter, generation_config=settings, return_dict_in_generate=True
+        )
+    assert torch.equal(out.sequences, plain(target, prompt)) and max(out.stats.nodes) == 7
 
 
 # Refusals

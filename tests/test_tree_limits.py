@@ -1,4 +1,4 @@
-"""Faults found by trying to break decoding with draft trees."""
+"""Targets, trees and settings with which trees would go wrong are refused by name, before anything is written."""
 
 import pytest
 import torch
