@@ -320,8 +320,6 @@ def cost(trainer: PEagleTrainer, tokens: int) -> str:
 
 def main(args: PEagleArguments):
     set_seed(args.seed)
-    # Only with this does MKL promise the same bits from one run to the next, as a resumed run needs them. It costs nothing.
-    os.environ.setdefault("MKL_CBWR", "AUTO")
     if args.device.type == "cpu":
         # accelerate starts every process with one thread, whatever the machine has.
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 
@@ -9,7 +10,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("MKL_CBWR", "AUTO")  # as in training
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -30,7 +30,11 @@ from configuration_peagle import PEagleConfig  # noqa: E402
 from modeling_peagle import PEagleModel  # noqa: E402
 
 
-# The tests run side by side; several threads each would only wait for one another.
+# The tests run side by side, each process with what it starts on a core of its own: on shared ones threads would only wait
+# for one another, and a different number of them rounds differently.
+if sys.platform == "linux" and "PYTEST_XDIST_WORKER" in os.environ:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % len(cores)]})
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[1]

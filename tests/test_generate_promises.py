@@ -30,7 +30,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-import generation_peagle
+import verification_peagle
 from configuration_peagle import PEagleConfig
 from modeling_peagle import PEagleModel
 
@@ -131,7 +131,7 @@ def test_a_length_criterion_of_the_user_takes_the_place_of_max_new_tokens(llama,
 
 
 def test_the_text_may_outgrow_its_first_buffer(llama, monkeypatch):
-    monkeypatch.setattr(generation_peagle, "GROWTH", 3)
+    monkeypatch.setattr(verification_peagle, "GROWTH", 3)
     prompt = prompt_of(2)
     assert torch.equal(drafted(llama, scripted_for(llama, prompt), prompt), plain(llama, prompt))
 
