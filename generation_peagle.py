@@ -1,11 +1,7 @@
 """Speculative decoding with a P-EAGLE drafter through `target.generate(..., assistant_model=drafter)`.
 
-Each round drafts K tokens deep in one drafter forward and verifies them, a chain or a tree, in one target forward. A draft
-token is kept exactly when the target, asked at that place, chooses the same token: its argmax, or under sampling the one
-token drawn from its processed distribution. Since the drafts do not depend on the target's randomness, the output has the
-target's own law for every drafter (speculative sampling with a one-hot proposal,
-https://huggingface.co/papers/2211.17192); and as one token is drawn per position, in order, a seeded run gives the very
-tokens that plain sampling gives.
+Each round drafts K tokens deep in one drafter forward and verifies them, a chain or a tree, in one target forward. Why the
+output stays the target's own is told where it is decided (`verification_peagle.py`).
 """
 
 import functools
@@ -307,9 +303,8 @@ def decode(
 
             features = torch.cat([outputs.hidden_states[i][:, verified].to(drafter.device) for i in layer_ids], dim=-1)
             wanted, tree = min(num_tokens, end - text.length), DraftTree.chain([])
-            if (
-                wanted > 0 and shape != 0 and features.shape[1]
-            ):  # none after a prompt of which all new tokens are masked
+            # No features come from a prompt of which all new tokens are masked.
+            if wanted > 0 and shape != 0 and features.shape[1]:
                 unread = text.sequence[0, -features.shape[1] - 1 :].to(drafter.device)
                 clock = time.perf_counter()
                 draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)

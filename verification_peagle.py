@@ -2,8 +2,11 @@
 
 A node of the tree stands at the position of its depth and sees the sequence and its own ancestors, so that the target
 reads every path as if it were the only one. The accept rule then walks from the root: at each node the target chooses its
-own token, by argmax or by one draw, and the walk goes on in the child that has it. Every emitted token is the target's
-own choice, given a tree that does not depend on the choice: so the output has the target's law for every tree.
+own token, by argmax or by one draw from its processed distribution, and the walk goes on in the child that has it. Every
+emitted token is the target's own choice, given a tree that does not depend on the choice: so the output has the target's
+law for every drafter and every tree (speculative sampling with a one-hot proposal,
+https://huggingface.co/papers/2211.17192); and as one token is drawn per position, in order, a seeded run gives the very
+tokens that plain sampling gives.
 """
 
 import torch
@@ -40,8 +43,6 @@ def spread(model, inputs: dict, tree: DraftTree, cache: Cache) -> dict:
         `dict`: The same with a row per node, which has all that the chain's row of its depth has, but another token, and of
         the drafts sees its ancestors alone.
 
-    Raises:
-        ValueError: The target's attention does not take a mask of its own (flash attention), or a static cache has no room.
     """
     device, length = inputs["input_ids"].device, inputs["input_ids"].shape[1]
     depths = torch.tensor(tree.depths, device=device)
@@ -56,11 +57,6 @@ def spread(model, inputs: dict, tree: DraftTree, cache: Cache) -> dict:
     ancestors, read = tree.ancestors().to(device), int(cache.get_seq_length())
 
     def spread_mask(mask: torch.Tensor) -> torch.Tensor:
-        if not (isinstance(mask, torch.Tensor) and mask.dim() == 4):
-            raise ValueError(
-                f"Decoding with a P-EAGLE drafter: the attention {model.config._attn_implementation!r} of this target cannot "
-                'verify a tree. Load the target with attn_implementation="sdpa", or draft a chain.'
-            )
         # Dynamic caches end where the new rows begin, static ones hold room for more, sliding ones less than was read.
         start = min(read, mask.shape[-1] - length)
         rows = mask[..., depths, :]
@@ -102,9 +98,15 @@ def check_target(model, inputs: dict):
         inputs (`dict`): What `generate` prepared for the first forward.
 
     Raises:
-        ValueError: The target counts its positions itself, or its attention does not go through the interface of
-            transformers and so may make its own mask (by the number of the row, as GPT-Neo's window).
+        ValueError: The target counts its positions itself, or its attention takes no mask (flash attention), or does not go
+            through the interface of transformers and so may make its own (by the number of the row, as GPT-Neo's window).
     """
+    attention = model.config.get_text_config()._attn_implementation
+    if attention not in ("sdpa", "eager"):
+        raise ValueError(
+            f"Decoding with a P-EAGLE drafter: the attention {attention!r} of this target cannot verify a tree. Load the target "
+            'with attn_implementation="sdpa", or draft a chain, without draft_tree and prompt_lookup_num_tokens.'
+        )
     if inputs.get("position_ids") is None or not model._supports_attention_backend:
         raise ValueError(
             f"Decoding with a P-EAGLE drafter: {type(model).__name__} cannot verify a tree, as its positions or its attention "

@@ -105,6 +105,15 @@ def test_targets_that_know_no_positions_or_masks_of_single_rows_are_refused_befo
     assert torch.equal(drafted(target, drafter, prompt), expected)
 
 
+@pytest.mark.parametrize("shape", [{"draft_tree": 6}, {"prompt_lookup_num_tokens": 4}], ids=str)
+def test_attention_that_takes_no_mask_is_refused_before_anything_is_read(shape):
+    target, recorder = make_target("llama"), Recorder()
+    target.config._attn_implementation = "flash_attention_2"  # the kernel need not be there for that
+    with pytest.raises(ValueError, match="'flash_attention_2' of this target cannot verify a tree"):
+        drafted(target, make_drafter(target), prompt_of(4), streamer=recorder, **shape)
+    assert len(recorder.tokens) <= 4
+
+
 def deepseek_v32():
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"} | {"num_key_value_heads": 4}
     ranks = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
