@@ -26,7 +26,7 @@ class Teacher(NamedTuple):
         tiny = torch.finfo(probs.dtype).tiny
         return cls(probs, -torch.linalg.vecdot(probs, probs.clamp(min=tiny).log_()))
 
-    def __getitem__(self, rows):
+    def take(self, rows: torch.LongTensor) -> "Teacher":
         return Teacher(self.probs.index_select(0, rows), self.entropy[rows])
 
 

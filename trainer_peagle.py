@@ -259,7 +259,7 @@ class PEagleTrainer(Trainer):
             if self.model.config.markov_rank:
                 logits = logits + self.model.markov_head(previous[part])
             place, shared = torch.unique_consecutive(places[part], return_inverse=True)
-            teacher = self.signals.distribution(row["hidden"][0, place])[shared]
+            teacher = self.signals.distribution(row["hidden"][0, place]).take(shared)
             label = self.draft_label(labels[part])
             losses = LOSSES[self.args.loss](logits, teacher, label)
             # As good as an argmax, at a third of its time.

@@ -35,7 +35,8 @@ from configuration_peagle import PEagleConfig
 from modeling_peagle import PEagleModel
 
 
-def test_scores_and_logits_are_those_of_plain_decoding(llama):
+@pytest.mark.parametrize("tree", [{}, {"draft_tree": 13}], ids=["chain", "tree"])
+def test_scores_and_logits_are_those_of_plain_decoding(llama, tree):
     prompt = prompt_of(6)
     options = {
         "return_dict_in_generate": True,
@@ -45,7 +46,7 @@ def test_scores_and_logits_are_those_of_plain_decoding(llama):
     }
     expected = plain(llama, prompt, **options)
     drafter = make_scripted(llama, expected.sequences[0].tolist(), PATTERNS["mixed"])
-    out = drafted(llama, drafter, prompt, **options)
+    out = drafted(llama, drafter, prompt, **options, **tree)
     for ours_, theirs in ((out.scores, expected.scores), (out.logits, expected.logits)):
         assert len(ours_) == len(theirs) == 24
         torch.testing.assert_close(torch.cat(ours_), torch.cat(theirs), atol=1e-4, rtol=1e-4)

@@ -271,21 +271,6 @@ def test_a_processor_of_ones_own(target):
     assert torch.equal(drafted(target, drafter, prompt, draft_tree=9, logits_processor=processors), expected)
 
 
-def test_scores_and_logits_are_those_of_plain_decoding(target):
-    prompt = prompt_of(9)
-    options = {
-        "return_dict_in_generate": True,
-        "output_scores": True,
-        "output_logits": True,
-        "repetition_penalty": 1.2,
-    }
-    expected = plain(target, prompt, **options)
-    drafter = sure(scripted_for(target, prompt, "mixed", repetition_penalty=1.2))
-    out = drafted(target, drafter, prompt, draft_tree=13, **options)
-    for ours, theirs in ((out.scores, expected.scores), (out.logits, expected.logits)):
-        torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-4, rtol=1e-4)
-
-
 # Prompt lookup
 
 
