@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from generation_peagle import DecodingStats
+from decoding_peagle import DecodingStats
 
 
 def prompts_of(blocks: Iterable[dict], longest: int) -> Iterable[list[int]]:

@@ -24,8 +24,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.hf_argparser import HfArg
 
 from data.prompts import load_prompts
+from decoding_peagle import DecodingStats
 from environment_peagle import environment
-from generation_peagle import DecodingStats
 from prepack_peagle import prepack
 from target_peagle import load_target
 

@@ -138,7 +138,13 @@ def test_a_saved_folder_loads_with_auto_model_in_a_clean_process_and_saves_itsel
         total = sum(p.double().sum().item() for p in drafter.parameters())
         assert run.stdout.split() == [str(total), "True"]
     names = {path.name for path in (tmp_path / "c").iterdir()}
-    assert {"configuration_peagle.py", "modeling_peagle.py", "generation_peagle.py", "model.safetensors"} <= names
+    assert {
+        "configuration_peagle.py",
+        "modeling_peagle.py",
+        "decoding_peagle.py",
+        "generation_peagle.py",
+        "model.safetensors",
+    } <= names
     assert json.loads((tmp_path / "c/config.json").read_text())["architectures"] == ["LlamaForCausalLMEagle3"]
 
 

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import decoding_peagle
 import evaluate_peagle
-import generation_peagle
 from configuration_peagle import PEagleConfig
+from decoding_peagle import DecodingStats
 from evaluate_peagle import (
     EvaluationArguments,
     Stopwatch,
@@ -25,7 +26,6 @@ from evaluate_peagle import (
     summarize,
     time_calls,
 )
-from generation_peagle import DecodingStats
 from modeling_peagle import PEagleModel
 from prepack_peagle import prepack
 
@@ -106,7 +106,7 @@ def write(folder, *rows):
     return path
 
 
-def wrong_accept(self, logits, drafts, honest=generation_peagle.Continuation.accept):
+def wrong_accept(self, logits, drafts, honest=decoding_peagle.Continuation.accept):
     """The target's choices, each moved to the next token of the vocabulary."""
     return honest(self, logits.roll(1, dims=-1), drafts)
 

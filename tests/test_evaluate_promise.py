@@ -17,9 +17,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+import decoding_peagle
 import evaluate_peagle
-import generation_peagle
 from configuration_peagle import PEagleConfig
+from decoding_peagle import DecodingStats
 from evaluate_peagle import (
     EvaluationArguments,
     Stopwatch,
@@ -30,14 +31,13 @@ from evaluate_peagle import (
     summarize,
     time_calls,
 )
-from generation_peagle import DecodingStats
 from modeling_peagle import PEagleModel
 from prepack_peagle import prepack
 
 
 @pytest.mark.parametrize("changes, broken", [({}, True), ({"temperature": 0.5}, False)])
 def test_wrong_answers_are_noticed(target, tokenizer, drafter, prompts, monkeypatch, capsys, changes, broken):
-    monkeypatch.setattr(generation_peagle.Continuation, "accept", wrong_accept)
+    monkeypatch.setattr(decoding_peagle.Continuation, "accept", wrong_accept)
     report = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(**QUIET, **changes))
     assert not report["total"]["identical"] and not report["prompts"][0]["identical"]
     assert report["promise_broken"] is broken
@@ -61,7 +61,7 @@ def test_one_wrong_token_in_one_answer_is_enough(target, tokenizer, drafter, pro
 
 
 def test_rounding_is_no_broken_promise(target, tokenizer, drafter, prompts, monkeypatch):
-    monkeypatch.setattr(generation_peagle.Continuation, "accept", wrong_accept)
+    monkeypatch.setattr(decoding_peagle.Continuation, "accept", wrong_accept)
     low = LlamaForCausalLM(target.config).to(torch.bfloat16).eval()
     report = evaluate(low, tokenizer, drafter, prompts[:1], EvaluationArguments(**QUIET))
     assert report["environment"]["dtype"] == "bfloat16"
@@ -94,7 +94,7 @@ def test_the_command_notices_from_any_folder(tmp_path, target, tokenizer, drafte
     target.save_pretrained(tmp_path / "target")
     tokenizer.save_pretrained(tmp_path / "target")
     drafter.save_pretrained(tmp_path / "drafter")
-    with open(tmp_path / "drafter" / "generation_peagle.py", "a") as code:
+    with open(tmp_path / "drafter" / "decoding_peagle.py", "a") as code:
         code.write(
             "\n\nhonest_accept = Continuation.accept\n"
             "Continuation.accept = lambda self, logits, drafts: honest_accept(self, logits.roll(1, dims=-1), drafts)\n"

@@ -212,7 +212,7 @@ def test_a_drafter_has_layers(llama):
 
 
 def test_the_modules_do_not_reach_into_the_data_package():
-    source = (ROOT / "modeling_peagle.py").read_text() + (ROOT / "generation_peagle.py").read_text()
+    source = "".join((ROOT / f"{name}_peagle.py").read_text() for name in ("modeling", "generation", "decoding"))
     assert not re.search(r"^\s*(from|import) data\b", source, re.MULTILINE)
 
 

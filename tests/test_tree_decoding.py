@@ -18,7 +18,7 @@ from conftest import (
 )
 from transformers import DynamicCache, GenerationConfig, LogitsProcessor, LogitsProcessorList, StaticCache
 
-import generation_peagle
+import decoding_peagle
 import verification_peagle
 from tree_peagle import DraftTree
 
@@ -140,7 +140,7 @@ class Watch:
 
     def __init__(self, monkeypatch, target):
         self.target, self.rounds, self.kept = target, 0, []
-        accept, keep = generation_peagle.Continuation.accept, generation_peagle.keep_path
+        accept, keep = decoding_peagle.Continuation.accept, decoding_peagle.keep_path
 
         def watched_accept(text, logits, tree):
             read = text.sequence
@@ -164,8 +164,8 @@ class Watch:
                 for one, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
                     torch.testing.assert_close(one[:, :, -rows:], other, atol=1e-4, rtol=1e-4)
 
-        monkeypatch.setattr(generation_peagle.Continuation, "accept", watched_accept)
-        monkeypatch.setattr(generation_peagle, "keep_path", watched_keep)
+        monkeypatch.setattr(decoding_peagle.Continuation, "accept", watched_accept)
+        monkeypatch.setattr(decoding_peagle, "keep_path", watched_keep)
 
 
 @pytest.mark.parametrize("length", [3, WINDOW, 20])
@@ -186,15 +186,15 @@ def test_known_faults_of_tree_attention_are_seen(monkeypatch, fault, name):
         causal = lambda tree: torch.ones(len(tree.tokens) + 1, len(tree.tokens) + 1).tril().bool()  # noqa: E731
         monkeypatch.setattr(DraftTree, "ancestors", causal)
     elif fault == "positions by number":
-        spread = generation_peagle.spread
+        spread = decoding_peagle.spread
 
         def wrong(model, inputs, tree, cache):
             start, rows = inputs["position_ids"][..., :1], torch.arange(len(tree.tokens) + 1)
             return spread(model, inputs, tree, cache) | {"position_ids": start + rows}
 
-        monkeypatch.setattr(generation_peagle, "spread", wrong)
+        monkeypatch.setattr(decoding_peagle, "spread", wrong)
     else:
-        monkeypatch.setattr(generation_peagle, "keep_path", lambda cache, path, size: cache.crop(len(path) - size))
+        monkeypatch.setattr(decoding_peagle, "keep_path", lambda cache, path, size: cache.crop(len(path) - size))
     Watch(monkeypatch, target)
     with pytest.raises(AssertionError):
         drafted(target, drafter, prompt, draft_tree=11, max_new_tokens=20)

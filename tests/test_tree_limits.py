@@ -27,7 +27,7 @@ from transformers import (
     GPTNeoForCausalLM,
 )
 
-import generation_peagle
+import decoding_peagle
 import verification_peagle
 from configuration_peagle import PEagleConfig
 from modeling_peagle import PEagleModel
@@ -69,14 +69,14 @@ class RightAndWrong:
     """In the place of `propose`: trees whose right continuation hangs beside wrong nodes."""
 
     def __init__(self, monkeypatch, reference):
-        monkeypatch.setattr(generation_peagle, "propose", self)
-        start = generation_peagle.Continuation.__init__
+        monkeypatch.setattr(decoding_peagle, "propose", self)
+        start = decoding_peagle.Continuation.__init__
 
         def watched(text, *args):
             start(text, *args)
             self.text = text
 
-        monkeypatch.setattr(generation_peagle.Continuation, "__init__", watched)
+        monkeypatch.setattr(decoding_peagle.Continuation, "__init__", watched)
         self.reference = reference
 
     def __call__(self, drafter, logits, draft_ids, shape):
