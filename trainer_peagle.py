@@ -36,7 +36,7 @@ class TargetSignals:
     def __init__(self, target, config: PEagleConfig, draft_ids: torch.LongTensor, keep: bool):
         self.target, self.layer_ids = target, config.eagle_aux_hidden_state_layer_ids
         text = target.config.get_text_config()
-        self.head = target.get_output_embeddings().weight[draft_ids.to(target.device)].float()
+        self.head = target.get_output_embeddings().weight[draft_ids.to(target.device)].detach()
         self.softcap = getattr(text, "final_logit_softcapping", None)
         self.kept = {} if keep else None
 
@@ -59,8 +59,8 @@ class TargetSignals:
 
     @torch.no_grad()
     def distribution(self, hidden: torch.Tensor) -> Teacher:
-        """The target's next-token distribution over the draft vocabulary, renormalised."""
-        logits = F.linear(hidden.float(), self.head)
+        """The target's next-token distribution over the draft vocabulary, renormalised; scored in the target's dtype."""
+        logits = F.linear(hidden.to(self.head.dtype), self.head).float()
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return Teacher.of(logits)
@@ -254,6 +254,8 @@ class PEagleTrainer(Trainer):
         # The draft token before each, as it is when it was right; none at depth 0, where it is no draft.
         previous = self.draft_label(row["input_ids"][0, places]).masked_fill(depth == 0, -100)
 
+        # In float32 throughout: autocast would round the teacher and entropies, which differ by less than that from a loss.
+        @torch.autocast(self.args.device.type, enabled=False)
         def score(logits, part):
             logits = logits.float()
             if self.model.config.markov_rank:

@@ -181,6 +181,21 @@ def test_accumulation_over_4_batches_is_one_batch_of_4(target, tmp_path):
 UNSUPERVISED = block(document(12, 1, supervised=0))
 
 
+def test_in_bfloat16_the_loss_is_still_taken_in_float32(target, tmp_path):
+    """A drafter that is nearly right has a loss far below what bfloat16 rounds off the entropies, some 0.01 each."""
+    found = []
+    for bf16 in (False, True):
+        drafter = build_drafter(target, draft_ids=None)
+        drafter.lm_head.weight.data.zero_()
+        flat = build_target()
+        flat.lm_head.weight.data.mul_(0.05)
+        trainer = build_trainer(flat, BLOCKS[:1], tmp_path, drafter=drafter, bf16=bf16, learning_rate=0.0)
+        trainer.train()
+        found += losses(trainer)
+    assert 0 < found[0] < 0.01
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
 def test_a_step_with_nothing_supervised_leaves_the_parameters_alone(target, tmp_path):
     trainer = build_trainer(target, [UNSUPERVISED], tmp_path, max_steps=2)
     before = state(trainer)
