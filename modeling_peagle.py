@@ -184,6 +184,10 @@ class Drafter:
         if self.config.markov_rank:
             self.markov_head = MarkovHead(self.config.draft_vocab_size, self.config.markov_rank)
 
+    def _keep_whole(self, layers):
+        """Layers are not split over devices. Only kinds that are there: FSDP refuses to wrap one that it does not find."""
+        self._no_split_modules = {type(layer).__name__ for layer in layers}
+
     def _init_weights(self, module):
         super()._init_weights(module)
         if module is self:
@@ -418,7 +422,6 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
 
     config: PEagleConfig
     base_model_prefix = "peagle"
-    _no_split_modules = ["LlamaDecoderLayer", "PEagleFirstLayer"]
 
     def __init__(self, config: PEagleConfig):
         super().__init__(config)
@@ -432,6 +435,7 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
         self._add_head(config.hidden_size)
         self.rotary_emb = LlamaRotaryEmbedding(config)
         self.post_init()
+        self._keep_whole(self.layers)
 
     def get_input_embeddings(self):
         return self.embed_tokens if self.config.own_embeddings else None

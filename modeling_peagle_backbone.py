@@ -34,6 +34,7 @@ class PEagleBackboneModel(Drafter, PreTrainedModel):
         self._add_fusion(config.lm_config.hidden_size, config.lm_config.rms_norm_eps)
         self._add_head(config.lm_config.hidden_size)
         self.post_init()
+        self._keep_whole(self.backbone.layers)
 
     def _init_weights(self, module):
         super()._init_weights(module)

@@ -376,9 +376,14 @@ def main(args: PEagleArguments):
     trainer.train(resume_from_checkpoint=checkpoint)
     if len(held_out):
         print("held-out conversations:", trainer.evaluate())
-    if args.use_lora:
-        merge_lora(drafter)
+    if trainer.is_fsdp_enabled:  # the drafter is spread over the processes; one of them gets the whole
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
+        if trainer.is_fsdp_enabled:
+            drafter = build_drafter(args, target, tokenizer, draft_ids)
+            drafter.load_state_dict(state)
+        if args.use_lora:
+            merge_lora(drafter)
         drafter.to(getattr(torch, args.save_dtype)).save_pretrained(args.output_dir)
         print(
             f"the drafter is in {args.output_dir}; see what it gains: python evaluate_peagle.py --drafter {args.output_dir}"

@@ -1,12 +1,20 @@
 """What `test_distributed.py` launches on several processes; the first of them writes the result."""
 
+import os
 import sys
 from pathlib import Path
 
 import torch
+import yaml
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from conftest import ROOT
 from test_training import BLOCKS, UNSUPERVISED, block, build_drafter, build_target, build_trainer, document
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from trl import TrlParser
+
+from train_peagle import PEagleArguments, main
 
 
 def train(folder: Path, blocks_per_step: int):
@@ -39,9 +47,31 @@ def gradients(folder: Path, sharded: bool):
         torch.save({"loss": loss, "gradients": grads}, folder / f"{sharded}.pt")
 
 
+def command(configuration: str, arguments: list[str]):
+    """`train_peagle.py` under a file of `accelerate_configs`, whose processes accelerate would only give GPUs to."""
+    plugin = yaml.safe_load((ROOT / "accelerate_configs" / configuration).read_text()).get("fsdp_config", {})
+    start = AcceleratorState.__init__
+
+    def spread(state, *args, **kwargs):
+        start(state, *args, **kwargs)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.fsdp_plugin = kwargs["fsdp_plugin"]
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    if plugin:
+        settings = {f"FSDP_{name.removeprefix('fsdp_').upper()}": str(value) for name, value in plugin.items()}
+        os.environ.update(settings | {"ACCELERATE_USE_FSDP": "true"})
+        AcceleratorState.__init__ = spread
+    sys.argv[1:] = arguments
+    (arguments,) = TrlParser(PEagleArguments).parse_args_and_config()
+    main(arguments)
+
+
 if __name__ == "__main__":
     _, folder, task, *rest = sys.argv
-    if task == "train":
+    if task == "command":
+        command(rest[0], rest[1:])
+    elif task == "train":
         train(Path(folder), int(rest[0]))
     else:
         for sharded in (False, True):

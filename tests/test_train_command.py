@@ -11,6 +11,7 @@ import torch
 from chats import CHATML, make_tokenizer
 from conftest import ROOT, SIZES
 from safetensors.torch import load_file
+from test_distributed import launch as launch_processes
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from data.extract_features import extract_features
@@ -173,3 +174,20 @@ def test_stored_signals_train_the_drafter_that_the_target_itself_would(workplace
     main(arguments_for(workplace, tmp_path / "shuffled", **options, feature_dir=str(features), shard_cache_size=1))
     shuffled = load_file(tmp_path / "shuffled/checkpoint-8/model.safetensors")
     assert not torch.allclose(shuffled["fc.weight"], weights[0]["fc.weight"], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_command_spreads_a_drafter_as_the_configuration_says(workplace, tmp_path):
+    """What it saves in the end, gathered from both processes, is what data parallel training saves."""
+    folder, _ = workplace
+    for name in ("ddp", "fsdp2"):
+        arguments = ("--target_model", folder / "target", "--train_file", folder / "chats.jsonl", "--markov_rank", 4)
+        arguments += ("--output_dir", tmp_path / name / "out", "--max_seq_len", 128, "--draft_vocab_size", 64)
+        arguments += ("--max_steps", 4, "--save_every", 2, "--eval_fraction", 0.2, "--use_cpu", "true", "--yes")
+        launch_processes(tmp_path / name, 2, "command", f"{name}.yaml", *arguments)
+    assert (tmp_path / "fsdp2/out/checkpoint-4/pytorch_model_fsdp.bin").exists()  # it was spread
+    for file in ("model.safetensors", "markov_head/model.safetensors"):
+        one, other = (load_file(tmp_path / name / "out" / file) for name in ("ddp", "fsdp2"))
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, atol=1e-3, rtol=1e-3, msg=name)
+    assert json.loads((tmp_path / "fsdp2/out/config.json").read_text())["auto_map"]["AutoModel"].startswith("modeling")
