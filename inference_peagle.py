@@ -114,9 +114,9 @@ class TokenStream(Iterator):
 
 
 class TokenFeed(BaseStreamer):
-    """Turns tokens into [`StreamedToken`]s in `queue`, which no text leaves with half a character.
+    """Turns tokens into [`StreamedToken`]s in `queue`, none of whose texts has half a character.
 
-    A token whose text is not complete waits for the one that completes it.
+    A token that ends within a character waits for the one that completes it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
@@ -229,7 +229,8 @@ class PEAGLEInference:
             temperature (`float`): 0 for the most probable token each time; above it, tokens are sampled.
             draft_tree (`int` or `list[tuple[int, ...]]`, *optional*): See [`speculative_generate`].
             compare (`bool`): Decode plainly as well, from the same random state, for `speedup` and `identical`. It is one
-                run each on whatever else the machine does: for a measurement take `evaluate_peagle.py`.
+                run each beside whatever else the machine does: for a measurement take `evaluate_peagle.py`. Where tokens are
+                sampled, no other thread may draw random numbers meanwhile.
             options: Any other of `generate`, such as `top_p`, `stop_strings` or `prompt_lookup_num_tokens`.
 
         Raises:
