@@ -19,12 +19,26 @@ GENERATE = inspect.signature(GenerationMixin.generate)
 LOCK = threading.Lock()
 
 
+def prepare_for(drafter, target, tokenizer=None):
+    """Check that the drafter can draft for a target, move it to the target's device and dtype and into evaluation mode.
+
+    Nothing of the target changes. For the arguments and errors see [`attach`].
+    """
+    if not isinstance(target, GenerationMixin):
+        raise TypeError(
+            f"{type(target).__name__} is not a transformers model that generates. A drafter is for a causal language model: "
+            "of a peft model that is model.get_base_model(), and of a compiled one the model before compiling."
+        )
+    drafter.config.check_target(target, tokenizer)
+    drafter.to(device=target.device, dtype=target.dtype).eval()
+
+
 def attach(drafter, target, tokenizer=None) -> "Attachment":
     """Make `target.generate(..., assistant_model=drafter)` decode with this drafter.
 
     Replaces `target.generate` on this instance by one that recognises the drafter and passes everything else on. Nothing
     else of the target changes, and no state is kept between calls. Attaching twice is the same as attaching once. The
-    drafter moves to the target's device and dtype, and into evaluation mode. A deep copy of the target is attached too.
+    drafter is made ready by [`prepare_for`]. A deep copy of the target is attached too.
 
     Args:
         drafter (`PEagleModel`): The drafter.
@@ -38,13 +52,7 @@ def attach(drafter, target, tokenizer=None) -> "Attachment":
         ValueError: The drafter was made for another target, or this one cannot be decoded speculatively.
         TypeError: The target cannot generate.
     """
-    if not isinstance(target, GenerationMixin):
-        raise TypeError(
-            f"{type(target).__name__} is not a transformers model that generates. Attach the drafter to a causal language "
-            "model; of a peft model that is model.get_base_model(), and of a compiled one the model before compiling."
-        )
-    drafter.config.check_target(target, tokenizer)
-    drafter.to(device=target.device, dtype=target.dtype).eval()
+    drafter.prepare_for(target, tokenizer)
     with LOCK:
         installed = vars(target).get("generate")
         found = next((wrapper for wrapper in wrappers(installed) if wrapper.drafter is drafter), None)

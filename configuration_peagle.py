@@ -120,6 +120,14 @@ class DrafterConfig(PreTrainedConfig):
         """Width of the concatenated target features that enter the fusion (before `fc`)."""
         return len(self.eagle_aux_hidden_state_layer_ids) * self.target_hidden_size
 
+    def check_depth(self, name: str, depth, source: str = "the call"):
+        """Refuse a number of draft tokens per round that the drafter was not trained for; `name` and `source` say whose it is."""
+        if type(depth) is not int or not 1 <= depth <= self.num_depths:
+            raise ValueError(
+                f"{name} is {depth!r} in {source}, but this drafter was trained for 1 to {self.num_depths} draft tokens per "
+                f"round: pass {name} in that range."
+            )
+
     def check_target(self, target, tokenizer=None):
         """Refuse a target that the drafter was not made for, or whose output a wider forward would change.
 

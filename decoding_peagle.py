@@ -41,12 +41,15 @@ class DecodingStats:
     nodes (`list[int]`): Draft tokens per round; of a chain as many as depths.
     accepted (`list[int]`): Draft tokens kept per round. A round emits one token more than it keeps, unless it is the last.
     emitted (`list[int]`): Tokens emitted per round. The prefill's first token belongs to no round.
+    origins (`list[int | None]`): Of each new token, the depth that drafted it (0 is the first), or None for the target's own,
+        as the prefill's is. It is there before a streamer gets the token.
     """
 
     drafted: list[int] = field(default_factory=list)
     nodes: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
+    origins: list[int | None] = field(default_factory=list)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -166,6 +169,7 @@ def decode(
     shape=None,
     lookup: int = 0,
     streamer=None,
+    stats: DecodingStats | None = None,
     **model_kwargs,
 ):
     """The decoding loop that `generate` runs after its preparations (`custom_generate` as a callable)."""
@@ -173,8 +177,8 @@ def decode(
     if shape or lookup:
         check_target(model, model_kwargs)
         check_cache(model_kwargs["cache"])
-    stats, start = DecodingStats(), time.perf_counter()
-    text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    stats, start = stats or DecodingStats(), time.perf_counter()
+    text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer, stats.origins)
     layer_ids = drafter.config.eagle_aux_hidden_state_layer_ids
     draft_cache = DynamicCache()
     table = model.get_input_embeddings().weight

@@ -19,13 +19,14 @@ from typing import Literal
 import numpy as np
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoModel, DynamicCache, HfArgumentParser, TextStreamer
+from transformers import DynamicCache, HfArgumentParser, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 from transformers.hf_argparser import HfArg
 
 from data.prompts import load_prompts
 from decoding_peagle import DecodingStats
 from environment_peagle import environment
+from inference_peagle import load_drafter
 from prepack_peagle import prepack
 from target_peagle import load_target
 
@@ -297,22 +298,13 @@ def print_table(report: dict):
 
 def main(argv: list[str] | None = None) -> int:
     (args,) = HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses(argv)
-    # A path that is none would be taken for a Hub id, and an error of the network would hide the cause.
-    if not Path(args.drafter, "config.json").is_file() and (
-        Path(args.drafter).exists() or args.drafter.count("/") != 1
-    ):
-        raise FileNotFoundError(
-            f"There is no drafter in {args.drafter}: name a folder that train_peagle.py made, or a Hub id."
-        )
     asked = args.held_out_file or args.prompts
     if not (asked.startswith("hf://") or Path(asked).is_file()):
         raise FileNotFoundError(f"There is no file {asked}: name prompts in JSON Lines.")
     if args.output:
         Path(args.output).touch()  # what cannot be written should fail before the measurement
+    drafter = load_drafter(args.drafter)
     target, tokenizer = load_target(args.target, dtype=args.dtype)
-    drafter = AutoModel.from_pretrained(args.drafter, trust_remote_code=True, dtype=target.dtype).to(target.device)
-    if "eagle_aux_hidden_state_layer_ids" not in drafter.config.to_dict():
-        raise ValueError(f"{args.drafter} holds a {type(drafter).__name__}, which is no P-EAGLE drafter.")
     prompts = load_prompts(args.prompts, args.held_out_file, tokenizer, target, args.num_prompts, args.per_category)
     report = evaluate(target, tokenizer, drafter, prompts, args)
     print_table(report)

@@ -1,6 +1,7 @@
 """Speculative decoding with a P-EAGLE drafter through `target.generate(..., assistant_model=drafter)`.
 
-Here the options of a call are resolved and checked; the loop that decodes is in `decoding_peagle.py`.
+Here the options of a call are resolved and checked; the loop that decodes is in `decoding_peagle.py`, and the engine, which
+loads the pair and takes text and chats, in `inference_peagle.py`.
 """
 
 import functools
@@ -10,11 +11,16 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
-    from .decoding_peagle import decode
+    from .decoding_peagle import DecodingStats, decode
+    from .inference_peagle import PEAGLEInference
     from .tree_peagle import checked_paths
 except ImportError:
-    from decoding_peagle import decode
+    from decoding_peagle import DecodingStats, decode
+    from inference_peagle import PEAGLEInference
     from tree_peagle import checked_paths
+
+
+__all__ = ["PEAGLEInference", "speculative_generate"]
 
 
 def speculative_generate(
@@ -26,6 +32,7 @@ def speculative_generate(
     tokenizer=None,
     generate=None,
     draft_tree: int | list[tuple[int, ...]] | None = None,
+    stats: DecodingStats | None = None,
     **kwargs,
 ):
     """`target.generate` with this drafter, whether attached or not. Takes (by name) and returns what `generate` does.
@@ -37,6 +44,8 @@ def speculative_generate(
     Args:
         draft_tree (`int` or `list[tuple[int, ...]]`, *optional*): Draft tokens per round: the so many most probable ones, or
             those of a fixed tree, by the ranks along the path to each (see [`static_tree`]); a chain of K if unset.
+        stats ([`DecodingStats`], *optional*): A fresh one, which the call fills while it decodes: a streamer that has it too
+            knows from its `origins` where each token came from.
 
     Raises:
         ValueError: An option that cannot be decoded speculatively without changing the output; the message names it.
@@ -57,11 +66,7 @@ def speculative_generate(
     if kwargs.get("num_assistant_tokens", ...) is None:
         del kwargs["num_assistant_tokens"]
     num_tokens, source = setting("num_assistant_tokens")
-    if type(num_tokens) is not int or not 1 <= num_tokens <= drafter.config.num_depths:
-        raise ValueError(
-            f"num_assistant_tokens is {num_tokens!r} in {source}, but this drafter was trained for 1 to "
-            f"{drafter.config.num_depths} draft tokens per round: pass num_assistant_tokens in that range."
-        )
+    drafter.config.check_depth("num_assistant_tokens", num_tokens, source)
     lookup, source = setting("prompt_lookup_num_tokens")
     if lookup is not None and (type(lookup) is not int or lookup < 0):
         raise ValueError(f"prompt_lookup_num_tokens is {lookup!r} in {source}: pass a number of tokens, or None.")
@@ -99,7 +104,13 @@ def speculative_generate(
         stopping_criteria=stopping_criteria,
         streamer=streamer,
         custom_generate=functools.partial(
-            decode, drafter=drafter, num_tokens=num_tokens, shape=draft_tree, lookup=lookup or 0, streamer=streamer
+            decode,
+            drafter=drafter,
+            num_tokens=num_tokens,
+            shape=draft_tree,
+            lookup=lookup or 0,
+            streamer=streamer,
+            stats=stats,
         ),
         **kwargs,
     )

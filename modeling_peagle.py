@@ -36,11 +36,11 @@ from transformers.utils import ModelOutput, cached_file
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
-    from .attach_peagle import attach
+    from .attach_peagle import attach, prepare_for
     from .configuration_peagle import DrafterConfig, PEagleConfig
     from .generation_peagle import speculative_generate
 except ImportError:
-    from attach_peagle import attach
+    from attach_peagle import attach, prepare_for
     from configuration_peagle import DrafterConfig, PEagleConfig
     from generation_peagle import speculative_generate
 
@@ -165,6 +165,7 @@ class Drafter:
     _supports_flex_attn = False
 
     attach = attach
+    prepare_for = prepare_for
     speculative_generate = speculative_generate
 
     def _add_fusion(self, width: int, eps: float):

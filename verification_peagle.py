@@ -137,9 +137,10 @@ class Continuation:
     Args:
         input_ids (`torch.LongTensor` of shape `(1, length)`): The prompt.
         logits_processor, stopping_criteria, generation_config, streamer: As `generate` prepared them.
+        origins (`list[int | None]`, *optional*): Gets the depth that drafted each token, or None for the target's own.
     """
 
-    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
+    def __init__(self, input_ids, logits_processor, stopping_criteria, generation_config, streamer, origins=None):
         self.length = input_ids.shape[1]
         self.buffer = F.pad(input_ids.long(), (0, GROWTH))
         self.logits_processor, self.stopping_criteria, self.streamer = logits_processor, stopping_criteria, streamer
@@ -148,6 +149,7 @@ class Continuation:
         self.scores = () if returns and generation_config.output_scores else None
         self.logits = () if returns and generation_config.output_logits else None
         self.stopped, self.path = False, []
+        self.origins = [] if origins is None else origins
 
     @property
     def sequence(self) -> torch.LongTensor:
@@ -184,8 +186,9 @@ class Continuation:
                 token = greedy[node]
             if self.scores is not None:
                 self.scores += (scores,)
-            self.emit(token)
             node = tree.children(node).get(token)
+            self.origins.append(None if node is None else len(self.path) - 1)
+            self.emit(token)
             if self.stopped or node is None:
                 return len(self.path) - (node is None)
 

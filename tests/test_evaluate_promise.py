@@ -114,7 +114,7 @@ def test_the_command_notices_from_any_folder(tmp_path, target, tokenizer, drafte
 
 def test_the_command_writes_everything_down(tmp_path, target, tokenizer, drafter, monkeypatch, capsys):
     monkeypatch.setattr(evaluate_peagle, "load_target", lambda name, dtype: (target, tokenizer))
-    monkeypatch.setattr(evaluate_peagle.AutoModel, "from_pretrained", lambda *_, **__: drafter)
+    monkeypatch.setattr(evaluate_peagle, "load_drafter", lambda name: drafter)
     path, output = write(tmp_path, {"prompt": "Hello"}, {"prompt": "Bye"}), tmp_path / "results.json"
     options = ["--max_new_tokens", "12", "--speculation_depth", "2", "--num_prompts", "1", "--output", str(output)]
     assert evaluate_peagle.main(["--drafter", "owner/name", "--prompts", str(path), *options]) == 0
