@@ -93,7 +93,7 @@ def test_rounding_at_a_near_tie_is_no_broken_promise(target, tokenizer, drafter,
         return honest(self, logits, drafts)
 
     monkeypatch.setattr(decoding_peagle.Continuation, "accept", rounded)
-    report = evaluate(low, tokenizer, drafter, prompts, EvaluationArguments(**QUIET | {"max_new_tokens": 40}))
+    report = evaluate(low, tokenizer, drafter, prompts, EvaluationArguments(**QUIET))
     assert not report["total"]["identical"] and not report["promise_broken"]
     partings = [parting for row in report["prompts"] for parting in row["partings"]]
     assert len(partings) == sum(not row["identical"] for row in report["prompts"])
