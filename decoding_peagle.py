@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from transformers.cache_utils import (
     DynamicCache,
     DynamicIndexedLayer,
@@ -17,7 +18,18 @@ from transformers.cache_utils import (
     StaticCache,
     StaticIndexedLayer,
 )
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
+from transformers.generation import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerateDecoderOnlyOutput,
+    GenerationMode,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
@@ -31,6 +43,16 @@ except ImportError:
 
 # How likely a token is taken to be right that followed the same tokens before.
 LOOKUP_PROBABILITY = 0.7
+# The processors that look at the scores alone, and not at which token has which: they suit the drafter's scores as well.
+WARPERS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
 
 
 @dataclass
@@ -140,14 +162,32 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
             raise ValueError(f"Decoding with a P-EAGLE drafter: {problem}")
 
 
-def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape) -> DraftTree:
+def draw_chain(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, warpers: LogitsProcessorList) -> DraftTree:
+    """A chain that is drawn from the drafter's law, warped as the target's is; for the arguments see [`propose`]."""
+    laws = []
+
+    def pick(scores: torch.Tensor) -> torch.LongTensor:
+        # A drafter whose scores give no law (as NaN does not) drafts one token for certain; that is a law, too.
+        certain = F.one_hot(scores.argmax(dim=-1), scores.shape[-1]).to(scores.dtype).log()
+        scores = torch.where(scores.amax(dim=-1, keepdim=True).isfinite(), scores, certain)
+        laws.append(warpers(None, scores).softmax(dim=-1))
+        return torch.multinomial(laws[-1], num_samples=1)[:, 0]
+
+    tokens = draft_ids[drafter.choose(logits, pick)].tolist()
+    return DraftTree.chain(tokens, laws=(draft_ids, torch.cat(laws)))
+
+
+def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape, warpers=None) -> DraftTree:
     """The draft tokens of one round.
 
     Args:
         logits (`torch.Tensor` of shape `(K, len(draft_ids))`): The drafter's scores.
         draft_ids (`torch.LongTensor`): The target ids of their columns.
         shape (`int` or `list[tuple[int, ...]]`, *optional*): See [`speculative_generate`].
+        warpers (`LogitsProcessorList`, *optional*): The chain is drawn, by the scores that these make of the drafter's.
     """
+    if warpers is not None:
+        return draw_chain(drafter, logits.float(), draft_ids, warpers)
     if shape is None:
         return DraftTree.chain(draft_ids[drafter.choose(logits)].tolist())
     transition = drafter.markov_head.between if drafter.config.markov_rank else None
@@ -186,6 +226,8 @@ def decode(
     # A full draft vocabulary may be padded beyond the target's; the ids ascend, so the usable ones come first.
     draft_ids = drafter.draft_ids()
     draft_ids = draft_ids[draft_ids < table.shape[0]]
+    drawn = generation_config.do_sample and shape is None and not lookup
+    warpers = LogitsProcessorList(each for each in logits_processor if type(each) in WARPERS) if drawn else None
 
     def last_logits(outputs, count: int) -> torch.Tensor:
         return outputs.logits[0, -count:].to(input_ids.device, torch.float32)
@@ -223,7 +265,7 @@ def decode(
                 clock = time.perf_counter()
                 draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)
                 stats.draft_seconds += time.perf_counter() - clock
-                tree = propose(drafter, draft_logits[:, : len(draft_ids)], draft_ids, shape)
+                tree = propose(drafter, draft_logits[:, : len(draft_ids)], draft_ids, shape, warpers)
             if lookup and end > text.length:
                 branch = prompt_lookup(text.sequence[0].tolist(), min(lookup, end - text.length))
                 most = shape if isinstance(shape, int) else len(tree.tokens) + len(branch)

@@ -41,6 +41,10 @@ def speculative_generate(
     `prompt_lookup_num_tokens` the length of a further branch that repeats what followed the same tokens before. `generate`
     is the function to go through, the target's own method if unset.
 
+    With `do_sample` the output has the law of plain sampling. With a `draft_tree`, a list of one path included, and with
+    `prompt_lookup_num_tokens` the same seed also gives the same tokens; a chain is drawn from the drafter's own law, which
+    keeps more drafts and uses the random numbers otherwise.
+
     Args:
         draft_tree (`int` or `list[tuple[int, ...]]`, *optional*): Draft tokens per round: the so many most probable ones, or
             those of a fixed tree, by the ranks along the path to each (see [`static_tree`]); a chain of K if unset.

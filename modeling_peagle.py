@@ -311,17 +311,18 @@ class Drafter:
         cache.crop(1 - num_tokens)
         return output.logits[0]
 
-    def choose(self, logits: torch.Tensor) -> torch.LongTensor:
+    def choose(self, logits: torch.Tensor, pick=lambda scores: scores.argmax(dim=-1)) -> torch.LongTensor:
         """The chain of draft tokens, as indices into the draft vocabulary `(K,)`, given the scores of [`draft`].
 
-        The best token of every depth; with a Markov head, the best after the one chosen before it.
+        `pick` takes an index from each row of scores `(rows, draft_vocab)`, that of the best one if unset. With a Markov head
+        the scores of every depth depend on what was picked at the one before it.
         """
-        chosen = logits.argmax(dim=-1)
-        if self.config.markov_rank:
-            for depth in range(1, len(logits)):
-                bias = self.markov_head(chosen[depth - 1 : depth])[0, : logits.shape[1]]
-                chosen[depth] = (logits[depth] + bias).argmax()
-        return chosen
+        if not self.config.markov_rank:
+            return pick(logits)
+        chosen = [pick(logits[:1])]
+        for scores in logits[1:, None]:
+            chosen.append(pick(scores + self.markov_head(chosen[-1])[:, : logits.shape[1]]))
+        return torch.cat(chosen)
 
     def save_pretrained(self, save_directory, *args, state_dict: dict | None = None, **kwargs):
         """As [`~PreTrainedModel.save_pretrained`], with the Markov head in a folder of its own.

@@ -2,7 +2,7 @@
 
 A parallel drafter gives one law per depth in a single forward. The most probable combinations make a tree, which holds more
 of what the target may say than the chain of the argmaxes does. What is approximate here costs speed at worst: the target
-chooses its own tokens, whatever the tree holds.
+decides on every token, whatever the tree holds.
 """
 
 import heapq
@@ -25,11 +25,16 @@ class DraftTree:
 
     `tokens` are target-vocabulary ids; `parents` are node numbers, each before its child's; `log_probs` are those of the path
     from the root (0.0 where unknown) and never rise along it. Otherwise, or if siblings share a token: ValueError.
+
+    `laws` belong to a chain whose tokens were drawn: target-vocabulary ids `(n,)`, and the probabilities `(N, n)` of these in
+    the draw of each token, given those before it. None if the tokens were chosen otherwise. A tree made of a part of this one
+    has none, which is no fault: drawn tokens may be verified as chosen ones, too.
     """
 
     tokens: list[int]
     parents: list[int]
     log_probs: list[float]
+    laws: tuple[torch.LongTensor, torch.Tensor] | None = field(default=None, compare=False)
 
     def __post_init__(self):
         if not len(self.tokens) == len(self.parents) == len(self.log_probs):
@@ -47,8 +52,8 @@ class DraftTree:
         object.__setattr__(self, "_children", children)
 
     @classmethod
-    def chain(cls, tokens: list[int], log_probs: list[float] | None = None) -> "DraftTree":
-        return cls(tokens, list(range(len(tokens))), [0.0] * len(tokens) if log_probs is None else log_probs)
+    def chain(cls, tokens: list[int], log_probs: list[float] | None = None, laws=None) -> "DraftTree":
+        return cls(tokens, list(range(len(tokens))), [0.0] * len(tokens) if log_probs is None else log_probs, laws)
 
     def first(self, num_nodes: int | None) -> "DraftTree":
         """The tree of the first nodes, with their ancestors as these come before."""

@@ -1,12 +1,15 @@
 """Verification: one target forward over a draft tree, the accept rule, and a cache that keeps the accepted path alone.
 
 A node of the tree stands at the position of its depth and sees the sequence and its own ancestors, so that the target
-reads every path as if it were the only one. The accept rule then walks from the root: at each node the target chooses its
-own token, by argmax or by one draw from its processed distribution, and the walk goes on in the child that has it. Every
-emitted token is the target's own choice, given a tree that does not depend on the choice: so the output has the target's
-law for every drafter and every tree (speculative sampling with a one-hot proposal,
-https://huggingface.co/papers/2211.17192); and as one token is drawn per position, in order, a seeded run gives the very
-tokens that plain sampling gives.
+reads every path as if it were the only one. The accept rule then walks from the root: at each node one token is emitted,
+and the walk goes on in the child that has it. How the token is chosen depends on how the drafts were:
+
+- Greedy, it is the target's argmax.
+- A tree is sampled by one draw from the target's processed distribution per node. Every token is the target's own choice,
+  given a tree that does not depend on the choice, so the output has the target's law for every drafter and every tree; and
+  as one token is drawn per position, in order, a seeded run gives the very tokens that plain sampling gives.
+- A chain that was drawn from the drafter's own distribution is sampled by [`ratio_test`], which keeps more. The law is the
+  target's again, but not the tokens of the same seed.
 """
 
 import torch
@@ -131,6 +134,40 @@ def check_cache(cache: Cache) -> int | None:
     return max(min(static) - int(cache.get_seq_length()) - 1, 0) if static else None
 
 
+def draw(law: torch.Tensor) -> int:
+    """One draw from weights `(n,)` that are not negative; as with plain sampling, RuntimeError if they hold NaN."""
+    return torch.multinomial(law, num_samples=1).item()
+
+
+def ratio_test(p: torch.Tensor, q: torch.Tensor, token: int) -> int:
+    """Speculative sampling (https://huggingface.co/papers/2211.17192): a token of law `p`, given a draw `token` from `q`.
+
+    The draw is kept with probability `min(1, p / q)`; else the token comes from what `p` has more than `q`. So it is kept
+    with probability `sum(min(p, q))`, which no rule exceeds that looks at one position. Block verification
+    (https://huggingface.co/papers/2403.10444) looks at all of them and keeps more, but calls logits processors for positions
+    that are not emitted, and those may keep a state.
+
+    Args:
+        p, q (`torch.Tensor` of shape `(vocab_size,)`): The target's distribution and the drafter's.
+    """
+    keep = (p[token] / q[token]).clamp(max=1)
+    if draw(torch.stack([keep, 1 - keep])) == 0:
+        return token
+    rest = (p - q).clamp(min=0)
+    # If nothing is left, p and q are the same up to rounding: a rejection is then just as improbable, and any token will do.
+    return draw(rest if rest.any() else p)
+
+
+def sample(scores: torch.Tensor, tree: DraftTree, node: int) -> int:
+    """The token after `node`, given the target's processed `scores` `(vocab_size,)` there."""
+    p = scores.softmax(dim=-1)
+    if tree.laws is None or node == len(tree.tokens):
+        return draw(p)
+    ids, laws = tree.laws
+    q = torch.zeros_like(p).index_copy_(0, ids.to(p.device), laws[node].to(p))
+    return ratio_test(p, q, tree.tokens[node])
+
+
 class Continuation:
     """The sequence being written, with the accept rule and everything `generate` promises for each token.
 
@@ -157,7 +194,7 @@ class Continuation:
         return self.buffer[:, : self.length]
 
     def accept(self, logits: torch.Tensor, tree: DraftTree) -> int:
-        """The accept rule: emit the target's own token at each node, and go on where it is drafted.
+        """The accept rule: emit a token of the target's law at each node, and go on where it is drafted.
 
         Args:
             logits (`torch.Tensor` of shape `(N + 1, vocab_size)`): The target's float32 logits at the root and every node.
@@ -178,10 +215,7 @@ class Continuation:
             if greedy is None:
                 # Processors may write into their input, and they see the history of this very path.
                 scores = self.logits_processor(self.sequence, scores.clone())
-                if self.do_sample:
-                    token = torch.multinomial(scores.softmax(dim=-1), num_samples=1).item()
-                else:
-                    token = scores.argmax(dim=-1).item()
+                token = sample(scores[0], tree, node) if self.do_sample else scores.argmax(dim=-1).item()
             else:
                 token = greedy[node]
             if self.scores is not None:

@@ -16,11 +16,11 @@ from transformers import (
 
 import verification_peagle
 from tree_peagle import DraftTree
-from verification_peagle import Continuation
+from verification_peagle import Continuation, draw
 
 
 class Undecided(Exception):
-    """A script of random choices ended before the run did; `args[0]` is the number of next choices."""
+    """A script of random choices ended before the run did; `args[0]` lists the next choices that are possible."""
 
 
 def run_scripted(monkeypatch, script, rule, *arguments):
@@ -28,12 +28,14 @@ def run_scripted(monkeypatch, script, rule, *arguments):
     cursor, weights = iter(script), []
 
     def choose(probabilities, num_samples):
-        probabilities = probabilities.flatten()
-        choice = next(cursor, None)
-        if choice is None:
-            raise Undecided(len(probabilities))
-        weights.append(probabilities[choice].item())
-        return torch.tensor([[choice]])
+        choices = []
+        for law in probabilities.reshape(-1, probabilities.shape[-1]):
+            choice = next(cursor, None)
+            if choice is None:
+                raise Undecided(law.nonzero().flatten().tolist())
+            weights.append((law[choice] / law.sum()).item())
+            choices.append([choice])
+        return torch.tensor(choices if probabilities.dim() > 1 else choices[0])
 
     with monkeypatch.context() as patch:
         patch.setattr(verification_peagle.torch, "multinomial", choose)
@@ -50,12 +52,8 @@ def enumerate_law(monkeypatch, rule, table, tree_of, count):
             tokens, weight = run_scripted(monkeypatch, script, rule, table, tree_of, count)
             law[tokens] = law.get(tokens, 0.0) + weight
         except Undecided as undecided:
-            pending += [(*script, choice) for choice in range(undecided.args[0])]
+            pending += [(*script, choice) for choice in undecided.args[0]]
     return law
-
-
-def draw(probabilities: torch.Tensor) -> int:
-    return torch.multinomial(probabilities[None], num_samples=1).item()
 
 
 def ours(table, tree_of, count, processors=(), eos=None):
@@ -72,13 +70,17 @@ def ours(table, tree_of, count, processors=(), eos=None):
         None,
     )
     while not text.stopped:
-        path = tuple(text.sequence[0, 1:].tolist())
-        tree = tree_of(path)
-        nodes = [
-            path + tuple(tree.tokens[node - 1] for node in tree.path(leaf)[1:]) for leaf in range(len(tree.tokens) + 1)
-        ]
-        text.accept(torch.stack([table[node] for node in nodes]), tree)
+        one_round(text, table, tree_of)
     return tuple(text.sequence[0, 1:].tolist())
+
+
+def one_round(text, table, tree_of) -> int:
+    path = tuple(text.sequence[0, 1:].tolist())
+    tree = tree_of(path)
+    nodes = [
+        path + tuple(tree.tokens[node - 1] for node in tree.path(leaf)[1:]) for leaf in range(len(tree.tokens) + 1)
+    ]
+    return text.accept(torch.stack([table[node] for node in nodes]), tree)
 
 
 # The toy: three tokens, logits drawn at random for every path.
@@ -104,6 +106,14 @@ def law_of(table, count, process=lambda path, logits: logits, eos=None):
         probabilities = process(path, table[path]).softmax(-1).tolist()
         pending += [((*path, token), weight * p) for token, p in enumerate(probabilities) if p > 0]
     return law
+
+
+def by(processors):
+    def process(path, logits):
+        ids, scores = torch.tensor([[0, *path]]), logits[None].clone()
+        return LogitsProcessorList(processors)(ids, scores)[0]
+
+    return process
 
 
 def total_variation(a, b):
@@ -156,14 +166,8 @@ def test_processors_change_the_law_of_every_path_by_its_own_history(monkeypatch,
     def processed(*arguments):
         return ours(*arguments, processors=processors)
 
-    def process(path, logits):
-        ids, scores = torch.tensor([[0, *path]]), logits[None].clone()
-        for processor in processors:
-            scores = processor(ids, scores)
-        return scores[0]
-
     law = enumerate_law(monkeypatch, processed, table, tree_of, 3)
-    assert total_variation(law, law_of(table, 3, process)) < 1e-12
+    assert total_variation(law, law_of(table, 3, by(processors))) < 1e-12
     assert total_variation(law, law_of(table, 3)) > 0.05
 
 

@@ -130,7 +130,7 @@ def test_a_drafter_in_training_mode_is_put_into_evaluation_mode(llama):
     torch.manual_seed(0)
     expected = plain(llama, prompt, **options)
     torch.manual_seed(0)
-    assert torch.equal(drafted(llama, drafter, prompt, **options), expected)
+    assert torch.equal(drafted(llama, drafter, prompt, draft_tree=[(0,), (0, 0)], **options), expected)
     assert not drafter.training
 
 

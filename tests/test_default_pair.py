@@ -52,7 +52,8 @@ def test_seeded_samples_are_those_of_plain_decoding(pair, prompts):
     torch.manual_seed(3)
     expected = target.generate(prompt, **options)
     torch.manual_seed(3)
-    assert torch.equal(target.generate(prompt, assistant_model=drafter, **options), expected)
+    path = [(0,) * depth for depth in (1, 2, 3, 4)]  # without it a chain is drawn
+    assert torch.equal(target.generate(prompt, assistant_model=drafter, draft_tree=path, **options), expected)
 
 
 def test_the_shipped_drafter_is_accepted_far_more_often_than_an_untrained_one(pair, prompts):

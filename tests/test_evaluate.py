@@ -210,7 +210,8 @@ def test_bootstrap(report):
 
 
 def test_seeded_sampling_gives_equal_answers(target, tokenizer, drafter, prompts):
-    hot = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(temperature=1.0, **QUIET))
+    tree = EvaluationArguments(temperature=1.0, draft_tree=4, **QUIET)
+    hot = evaluate(target, tokenizer, drafter, prompts[:2], tree)
     assert hot["total"]["identical"]
     assert hot["settings"]["temperature"] == 1.0
 
@@ -220,6 +221,14 @@ def test_seeded_sampling_gives_equal_answers(target, tokenizer, drafter, prompts
             return answer_both_ways(target, drafter, prompts[0]["input_ids"], 4, seed, True, **options)["drafted"]
 
     assert answer(0) == answer(0) != answer(1)
+
+
+def test_the_draws_of_a_sampled_chain_are_not_compared(target, tokenizer, drafter, prompts, capsys):
+    hot = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(temperature=1.0, **QUIET))
+    assert not hot["total"]["identical"] and not hot["promise_broken"]
+    print_table(hot)
+    out = capsys.readouterr().out
+    assert "the answers are not compared" in out and "!!!" not in out and "NO" not in out
 
 
 def test_both_orders_take_turns_and_repeats_change_the_seed(target, tokenizer, drafter, prompts, monkeypatch):

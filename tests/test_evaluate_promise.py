@@ -1,6 +1,7 @@
 # ruff: noqa: F401, F811 (fixtures that are imported)
 """The benchmark notices a wrong answer, says so plainly, and its command writes everything down."""
 
+import copy
 import json
 import os
 import subprocess
@@ -35,7 +36,7 @@ from modeling_peagle import PEagleModel
 from prepack_peagle import prepack
 
 
-@pytest.mark.parametrize("changes, broken", [({}, True), ({"temperature": 0.5}, False)])
+@pytest.mark.parametrize("changes, broken", [({}, True), ({"temperature": 0.5, "draft_tree": 4}, False)])
 def test_wrong_answers_are_noticed(target, tokenizer, drafter, prompts, monkeypatch, capsys, changes, broken):
     monkeypatch.setattr(decoding_peagle.Continuation, "accept", wrong_accept)
     report = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(**QUIET, **changes))
@@ -60,12 +61,52 @@ def test_one_wrong_token_in_one_answer_is_enough(target, tokenizer, drafter, pro
     assert report["categories"]["a"]["identical"] and not report["categories"]["b"]["identical"]
 
 
-def test_rounding_is_no_broken_promise(target, tokenizer, drafter, prompts, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wrong_answer_is_no_rounding_in_half_precision_either(
+    target, tokenizer, drafter, prompts, monkeypatch, capsys, dtype
+):
     monkeypatch.setattr(decoding_peagle.Continuation, "accept", wrong_accept)
-    low = LlamaForCausalLM(target.config).to(torch.bfloat16).eval()
+    low = copy.deepcopy(target).to(dtype)
     report = evaluate(low, tokenizer, drafter, prompts[:1], EvaluationArguments(**QUIET))
-    assert report["environment"]["dtype"] == "bfloat16"
+    assert report["environment"]["dtype"] == str(dtype).removeprefix("torch.")
+    assert not report["total"]["identical"] and report["promise_broken"]
+    (parting,) = report["prompts"][0]["partings"]
+    assert parting["position"] == 0 and parting["gap"] > 0.1 and not parting["near_tie"]
+    print_table(report)
+    out = capsys.readouterr().out
+    assert (
+        "THIS IS A BUG" in out
+        and f"p0: they part at new token 0 (from 0), NO near tie: the target's scores of the two are {parting['gap']} apart"
+        in out
+    )
+
+
+def test_rounding_at_a_near_tie_is_no_broken_promise(target, tokenizer, drafter, prompts, monkeypatch, capsys):
+    """A rounding that is provoked: the best two tokens change places where they are as near as bfloat16 can tell."""
+    low, honest = copy.deepcopy(target).to(torch.bfloat16), decoding_peagle.Continuation.accept
+    unit = torch.finfo(torch.bfloat16).eps
+
+    def rounded(self, logits, drafts):
+        values, best = logits.topk(2)
+        near = values[:, 0] - values[:, 1] <= 3 * unit * logits.abs().amax(-1)
+        logits = logits.scatter(1, best, torch.where(near[:, None], values.flip(1), values))
+        return honest(self, logits, drafts)
+
+    monkeypatch.setattr(decoding_peagle.Continuation, "accept", rounded)
+    report = evaluate(low, tokenizer, drafter, prompts, EvaluationArguments(**QUIET))
     assert not report["total"]["identical"] and not report["promise_broken"]
+    partings = [parting for row in report["prompts"] for parting in row["partings"]]
+    assert len(partings) == sum(not row["identical"] for row in report["prompts"])
+    assert all(parting["near_tie"] and 0 <= parting["gap"] < 0.2 for parting in partings)
+    print_table(report)
+    out = capsys.readouterr().out
+    assert "Rounding may do that" in out and out.count("a near tie: the target's scores of the two are") == len(
+        partings
+    )
+
+
+def test_an_answer_that_just_ends_is_explained_by_no_tie(target):
+    assert evaluate_peagle.parting(target, [1, 2], [3, 4], [3]) == {"position": 1, "gap": None, "near_tie": False}
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,9 @@ def test_seeded_sampling_gives_the_very_tokens_of_plain_sampling(target, name):
     torch.manual_seed(1)
     expected = plain(target, prompt, **options)
     drafter = make_scripted(target, expected[0].tolist(), PATTERNS["mixed"])
+    path = [(0,) * depth for depth in (1, 2, 3, 4)]  # without it a chain is drawn
     torch.manual_seed(1)
-    out = drafted(target, drafter, prompt, return_dict_in_generate=True, **options)
+    out = drafted(target, drafter, prompt, draft_tree=path, return_dict_in_generate=True, **options)
     assert torch.equal(out.sequences, expected)
     assert sum(out.stats.accepted) > 0
 

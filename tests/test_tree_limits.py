@@ -79,7 +79,7 @@ class RightAndWrong:
         monkeypatch.setattr(decoding_peagle.Continuation, "__init__", watched)
         self.reference = reference
 
-    def __call__(self, drafter, logits, draft_ids, shape):
+    def __call__(self, drafter, logits, *_):
         tokens, parents, parent = [], [], 0
         for token in self.reference[self.text.length :][: len(logits)]:
             tokens += [(token + 1) % VOCAB, (token + 2) % VOCAB, token]
