@@ -22,7 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import set_seed, sort_checkpoints
 from trl import TrlParser
 
-from acceptance_peagle import prompts_of
+from acceptance_peagle import Calibration, prompts_of
 from configuration_peagle import DrafterConfig, PEagleBackboneConfig, PEagleConfig
 from data.collator import PackingCollator
 from data.feature_shards import FeatureShards
@@ -375,7 +375,11 @@ def main(args: PEagleArguments):
             raise KeyboardInterrupt
     trainer.train(resume_from_checkpoint=checkpoint)
     if len(held_out):
+        trainer.calibration = Calibration(config)
         print("held-out conversations:", trainer.evaluate())
+        config.draft_temperatures = trainer.calibration.temperatures()
+        words = ", ".join(f"{temperature:.2f}" for temperature in config.draft_temperatures)
+        print(f"temperatures that make the drafter as sure as it is right, by depth: {words}")
     if args.use_lora:
         merge_lora(drafter)
     if trainer.is_world_process_zero():

@@ -131,6 +131,16 @@ def check_cache(cache: Cache) -> int | None:
     return max(min(static) - int(cache.get_seq_length()) - 1, 0) if static else None
 
 
+def verifies_trees(model, inputs: dict, cache: Cache) -> bool:
+    """Whether [`check_target`] and [`check_cache`] would both pass."""
+    try:
+        check_target(model, inputs)
+        check_cache(cache)
+    except ValueError:
+        return False
+    return True
+
+
 class Continuation:
     """The sequence being written, with the accept rule and everything `generate` promises for each token.
 
