@@ -23,7 +23,7 @@ def attach(drafter, target, tokenizer=None) -> "Attachment":
     """Make `target.generate(..., assistant_model=drafter)` decode with this drafter.
 
     Replaces `target.generate` on this instance by one that recognises the drafter and passes everything else on. Nothing
-    else of the target changes, and no state is kept between calls. Attaching twice is the same as attaching once. The
+    else of the target changes, and between calls nothing is kept but what forwards cost. Attaching twice is the same as attaching once. The
     drafter moves to the target's device and dtype, and into evaluation mode. A deep copy of the target is attached too.
 
     Args:

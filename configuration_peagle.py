@@ -65,7 +65,7 @@ class DrafterConfig(PreTrainedConfig):
         draft_vocab_size (`int`, *optional*, defaults to `vocab_size`): Tokens that the drafter can propose.
         mask_token_id (`int`): Reserved token of the target whose embedding stands in every slot of depth 1 and more.
         num_depths (`int`): Depths that the drafter was trained for (K_train).
-        speculation_depth (`int`): Draft tokens per round when decoding (K), unless `num_assistant_tokens` says otherwise.
+        speculation_depth (`int`): Depth of drafts (K) that are not sized by cost, unless `num_assistant_tokens` says otherwise.
         fc_norm (`bool`): One RMSNorm per target layer before the fusion (EAGLE-3.1).
         markov_rank (`int`): Rank of the [`MarkovHead`]; 0 for none.
         draft_temperatures (`list[float]`, *optional*): Divisors of the scores of each of the `num_depths` depths that make

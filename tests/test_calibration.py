@@ -50,8 +50,8 @@ def test_logits_that_are_twice_as_large_get_twice_the_temperature(tmp_path):
     def fault(temperatures):
         """Of the probabilities of the nodes, one or two tokens deep, all of which the law gives."""
         drafter.config.draft_temperatures = temperatures
-        tree = propose(drafter, drafter.head(torch.empty(2, 1)), torch.arange(VOCAB), 20)
-        paths = [[tree.tokens[above - 1] for above in tree.path(node)[1:]] for node in range(1, 21)]
+        tree = propose(drafter, drafter.head(torch.empty(2, 1)), torch.arange(VOCAB), VOCAB)
+        paths = [[tree.tokens[above - 1] for above in tree.path(node)[1:]] for node in range(1, VOCAB + 1)]
         assert {len(path) for path in paths} == {1, 2}
         return max(abs(tree.probability(node) - LAW[path].sum().exp().item()) for node, path in enumerate(paths, 1))
 
