@@ -48,8 +48,8 @@ one drafter forward: {slots_ms:.1f} ms for {depth} slots, {slots_ratio:.2f}x of 
 {step_ratio:.2f} of a plain target step
 kept at depth 1, 2, ...: {joint} jointly, {conditional} where all before were kept"""
 INEQUALITY = """
-  in the {drafting_rounds} of {rounds} rounds that drafted: tau {drafting_tau:.2f} {sign} {drafting_break_even_tau:.2f} = \
-({drafting_verify_ms:.1f} verification + {drafting_draft_ms:.1f} drafter + {host_ms:.1f} {rest}) / {plain_ms:.1f} ms \
+  in the {drafting_rounds} of {rounds} rounds that drafted: tau {drafting_tau:.2f} {sign} {drafting_break_even_tau:.2f} =
+  ({drafting_verify_ms:.1f} verification + {drafting_draft_ms:.1f} drafter + {host_ms:.1f} {rest}) / {plain_ms:.1f} ms \
 of a plain token"""
 STOCK = """\
 {speed_up_over_stock:.2f}x over stock plain decoding ({low:.2f} to {high:.2f}), which takes {stock_ms:.1f} ms a token;
