@@ -1,4 +1,6 @@
-"""What training is judged by: the acceptance length of real decoding on held-out prompts, and its curve over the tokens."""
+"""What training is judged by: the acceptance length of real decoding on held-out prompts, and its curve over the tokens.
+And how sure the drafter may be of its drafts, by the held-out texts themselves.
+"""
 
 import csv
 import os
@@ -8,7 +10,15 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from configuration_peagle import DrafterConfig
 from decoding_peagle import DecodingStats
+from tree_peagle import fit_temperature
+
+
+# Rows of scores that the temperature of a depth is fitted to: it is known to about 2% then, and to a tenth by the fewest.
+FEWEST_ROWS, MOST_ROWS = 64, 4096
+# Scores that are kept for it in all (256 MB in float32), where the draft vocabulary is large.
+MAX_SCORES = 2**26
 
 
 def prompts_of(blocks: Iterable[dict], longest: int) -> Iterable[list[int]]:
@@ -26,7 +36,7 @@ def prompts_of(blocks: Iterable[dict], longest: int) -> Iterable[list[int]]:
 
 @torch.no_grad()
 def decode(target, drafter, prompts: list[list[int]], max_new_tokens: int) -> dict[str, float]:
-    """Answer every prompt greedily with the drafter.
+    """Answer every prompt greedily with the drafter's chains, which is what the same drafter does on any machine.
 
     Returns:
         `dict[str, float]`: `tau`, tokens per target forward over all prompts, and `acceptance_depth_<d>`, the share of the
@@ -40,6 +50,7 @@ def decode(target, drafter, prompts: list[list[int]], max_new_tokens: int) -> di
                 ids,
                 attention_mask=torch.ones_like(ids),
                 assistant_model=drafter,
+                num_assistant_tokens=drafter.config.speculation_depth,
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 return_dict_in_generate=True,
@@ -50,6 +61,30 @@ def decode(target, drafter, prompts: list[list[int]], max_new_tokens: int) -> di
         if judged := total.judged(depth):
             metrics[f"acceptance_depth_{depth}"] = total.depth_counts(depth)[0] / judged
     return metrics
+
+
+class Calibration:
+    """Scores of the first held-out slots of each depth with what came there, for [`DrafterConfig`]'s temperatures."""
+
+    def __init__(self, config: DrafterConfig):
+        most = MAX_SCORES // (config.num_depths * config.draft_vocab_size)
+        self.most = min(max(most, FEWEST_ROWS), MOST_ROWS)
+        self.rows = [[] for _ in range(config.num_depths)]  # of each depth: scores and label of a slot
+
+    def add(self, depths: torch.LongTensor, scores: torch.Tensor, labels: torch.LongTensor):
+        """`scores` `(n, draft_vocab_size)` at `depths` `(n,)`; `labels` `(n,)` index the draft vocabulary, -100 for others."""
+        for depth, rows in enumerate(self.rows):
+            new = ((depths == depth) & (labels >= 0)).nonzero()[: self.most - len(rows), 0]
+            rows += zip(scores[new].detach(), labels[new].tolist())
+
+    def temperatures(self) -> list[float]:
+        """One for each depth; 1.0 where too little was seen to tell."""
+        return [fit(rows) if len(rows) >= FEWEST_ROWS else 1.0 for rows in self.rows]
+
+
+def fit(rows: list[tuple[torch.Tensor, int]]) -> float:
+    scores, labels = zip(*rows)
+    return fit_temperature(torch.stack(scores), torch.tensor(labels, device=scores[0].device))
 
 
 class LearningCurve(TrainerCallback):

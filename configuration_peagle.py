@@ -9,6 +9,7 @@ https://huggingface.co/papers/2503.01840.
 import copy
 import hashlib
 import json
+import math
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -64,9 +65,11 @@ class DrafterConfig(PreTrainedConfig):
         draft_vocab_size (`int`, *optional*, defaults to `vocab_size`): Tokens that the drafter can propose.
         mask_token_id (`int`): Reserved token of the target whose embedding stands in every slot of depth 1 and more.
         num_depths (`int`): Depths that the drafter was trained for (K_train).
-        speculation_depth (`int`): Draft tokens per round when decoding (K), unless `num_assistant_tokens` says otherwise.
+        speculation_depth (`int`): Depth of drafts (K) that are not sized by cost, unless `num_assistant_tokens` says otherwise.
         fc_norm (`bool`): One RMSNorm per target layer before the fusion (EAGLE-3.1).
         markov_rank (`int`): Rank of the [`MarkovHead`]; 0 for none.
+        draft_temperatures (`list[float]`, *optional*): Divisors of the scores of each of the `num_depths` depths that make
+            the drafter as sure as it is right, see [`fit_temperature`]; 1 if unset.
     """
 
     vocab_size: int = 32000
@@ -81,6 +84,7 @@ class DrafterConfig(PreTrainedConfig):
     speculation_depth: int = 4
     fc_norm: bool = True
     markov_rank: int = 0
+    draft_temperatures: list[float] | None = None
 
     # Whether the first token of a document has a slot, see `slot_layout`.
     first_slot = False
@@ -114,6 +118,14 @@ class DrafterConfig(PreTrainedConfig):
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} must lie in 0..{self.vocab_size - 1}.")
+        temperatures = self.draft_temperatures
+        if temperatures is not None and not (
+            len(temperatures) == self.num_depths and all(0 < temperature < math.inf for temperature in temperatures)
+        ):
+            raise ValueError(
+                f"draft_temperatures must be {self.num_depths} positive numbers, one for each depth of num_depths, got "
+                f"{temperatures}."
+            )
 
     @property
     def num_features(self) -> int:

@@ -34,11 +34,13 @@ from transformers.generation import (
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
+    from .sizing_peagle import Costs, Sizer, costs_of
     from .tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
-    from .verification_peagle import Continuation, check_cache, check_target, keep_path, spread
+    from .verification_peagle import Continuation, check_cache, check_target, keep_path, spread, verifies_trees
 except ImportError:
+    from sizing_peagle import Costs, Sizer, costs_of
     from tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
-    from verification_peagle import Continuation, check_cache, check_target, keep_path, spread
+    from verification_peagle import Continuation, check_cache, check_target, keep_path, spread, verifies_trees
 
 
 # How likely a token is taken to be right that followed the same tokens before.
@@ -53,6 +55,8 @@ WARPERS = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
 )
+# Candidates per depth, at least, that a Markov head brings into its own order.
+RERANKED = 16
 
 
 @dataclass
@@ -65,6 +69,7 @@ class DecodingStats:
     emitted (`list[int]`): Tokens emitted per round. The prefill's first token belongs to no round.
     origins (`list[int | None]`): Of each new token, the depth that drafted it (0 is the first), or None for the target's own,
         as the prefill's is. It is there before a streamer gets the token.
+    draft_times, verify_times (`list[float]`): Seconds per round in the drafter's and in the target's forward.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -72,16 +77,18 @@ class DecodingStats:
     accepted: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
     origins: list[int | None] = field(default_factory=list)
+    draft_times: list[float] = field(default_factory=list)
+    verify_times: list[float] = field(default_factory=list)
     prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    verify_seconds: float = 0.0
     total_seconds: float = 0.0
 
-    def record(self, tree: DraftTree, accepted: int, emitted: int):
+    def record(self, tree: DraftTree, accepted: int, emitted: int, draft_time: float, verify_time: float):
         self.drafted.append(max(tree.depths))
         self.nodes.append(len(tree.tokens))
         self.accepted.append(accepted)
         self.emitted.append(emitted)
+        self.draft_times.append(draft_time)
+        self.verify_times.append(verify_time)
 
     def __add__(self, other: "DecodingStats") -> "DecodingStats":
         return DecodingStats(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -90,6 +97,14 @@ class DecodingStats:
     def tau(self) -> float:
         """Acceptance length: tokens emitted per target forward, the target's own token included, prefill excluded."""
         return sum(self.emitted) / max(len(self.emitted), 1)
+
+    @property
+    def draft_seconds(self) -> float:
+        return sum(self.draft_times)
+
+    @property
+    def verify_seconds(self) -> float:
+        return sum(self.verify_times)
 
     @property
     def host_seconds(self) -> float:
@@ -191,11 +206,14 @@ def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape, w
     if shape is None:
         return DraftTree.chain(draft_ids[drafter.choose(logits)].tolist())
     transition = drafter.markov_head.between if drafter.config.markov_rank else None
+    law = {"temperatures": drafter.config.draft_temperatures, "transition": transition}
     if isinstance(shape, int):
-        return best_first(candidates(logits, shape, draft_ids, transition=transition), shape)
+        return best_first(candidates(logits, shape, draft_ids, **law), shape)
     paths = [path for path in shape if len(path) <= len(logits)]
     ranks = max((rank for path in paths for rank in path), default=0) + 1
-    return static_tree(paths, candidates(logits, ranks, draft_ids, transition=transition))
+    if transition is not None:
+        ranks = max(ranks, RERANKED)
+    return static_tree(paths, candidates(logits, ranks, draft_ids, **law))
 
 
 def decode(
@@ -208,15 +226,22 @@ def decode(
     num_tokens: int,
     shape=None,
     lookup: int = 0,
+    costs: Costs | None = None,
     streamer=None,
     stats: DecodingStats | None = None,
     **model_kwargs,
 ):
     """The decoding loop that `generate` runs after its preparations (`custom_generate` as a callable)."""
     check_supported(model, input_ids, generation_config, model_kwargs)
-    if shape or lookup:
+    sizer, trees = None, bool(shape or lookup)
+    if shape == "auto" and not lookup:
+        trees = verifies_trees(model, model_kwargs, model_kwargs["cache"])
+    if trees:
         check_target(model, model_kwargs)
         check_cache(model_kwargs["cache"])
+    if shape == "auto":
+        sizer = Sizer(costs or costs_of(model, drafter), num_tokens, clocked=costs is None)
+        shape = sizer.most if trees else [(0,) * depth for depth in range(1, num_tokens + 1)]
     stats, start = stats or DecodingStats(), time.perf_counter()
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer, stats.origins)
     layer_ids = drafter.config.eagle_aux_hidden_state_layer_ids
@@ -246,7 +271,7 @@ def decode(
     text.accept(last_logits(outputs, 1), DraftTree.chain([]))
     stats.prefill_seconds = time.perf_counter() - start
 
-    cache = outputs.cache
+    cache, pending = outputs.cache, []  # features that the drafter has not read yet
     # The last token that may still come needs no draft, and tables of learned positions end, though the text may before.
     end = min(stopping_criteria.max_length - 1, position_limit(model))
     if isinstance(cache, StaticCache):  # it may end before, and hold more than the text
@@ -257,19 +282,25 @@ def decode(
                 outputs, model_kwargs, num_new_tokens=len(text.path)
             )
 
-            features = torch.cat([outputs.hidden_states[i][:, verified].to(drafter.device) for i in layer_ids], dim=-1)
-            wanted, tree = min(num_tokens, end - text.length), DraftTree.chain([])
+            drafting = sizer is None or sizer.drafts()
+            wanted, tree, draft_time = min(num_tokens, end - text.length), DraftTree.chain([]), 0.0
+            if shape != 0:
+                states = [outputs.hidden_states[i][:, verified].to(drafter.device) for i in layer_ids]
+                pending.append(torch.cat(states, dim=-1))
             # No features come from a prompt of which all new tokens are masked.
-            if wanted > 0 and shape != 0 and features.shape[1]:
+            if drafting and wanted > 0 and any(part.shape[1] for part in pending):
+                features, pending = torch.cat(pending, dim=1), []
                 unread = text.sequence[0, -features.shape[1] - 1 :].to(drafter.device)
                 clock = time.perf_counter()
                 draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)
-                stats.draft_seconds += time.perf_counter() - clock
+                draft_time = time.perf_counter() - clock
                 tree = propose(drafter, draft_logits[:, : len(draft_ids)], draft_ids, shape, warpers)
-            if lookup and end > text.length:
+            if drafting and lookup and end > text.length:
                 branch = prompt_lookup(text.sequence[0].tolist(), min(lookup, end - text.length))
                 most = shape if isinstance(shape, int) else len(tree.tokens) + len(branch)
                 tree = with_branch(tree, branch, math.log(LOOKUP_PROBABILITY), most)
+            if sizer is not None and tree.tokens:
+                tree = sizer.cut(tree)
             if not tree.is_chain:
                 tree = tree.first(check_cache(cache))
 
@@ -286,7 +317,7 @@ def decode(
                 inputs["logits_to_keep"] = size
             clock = time.perf_counter()
             outputs = model(**inputs, return_dict=True)
-            stats.verify_seconds += time.perf_counter() - clock
+            verify_time = time.perf_counter() - clock
 
             before = text.length
             try:
@@ -296,7 +327,9 @@ def decode(
                 # a criterion or a streamer raises, too, for the cache may be the user's.
                 keep_path(cache, text.path[: max(text.length - before, 1)], size)
             verified = text.path
-            stats.record(tree, accepted, len(text.path))
+            stats.record(tree, accepted, len(text.path), draft_time, verify_time)
+            if sizer is not None:
+                sizer.record(len(tree.tokens), len(text.path))
 
     if streamer is not None:
         streamer.end()

@@ -32,6 +32,7 @@ from decoding_peagle import DecodingStats
 from environment_peagle import environment
 from inference_peagle import load_drafter
 from prepack_peagle import prepack
+from sizing_peagle import costs_of
 from target_peagle import load_target
 
 
@@ -49,12 +50,15 @@ ROW = (
 )
 SUMMARY = """
 {speed_up:.2f}x: {verdict} {prepacked}plain decoding on this machine (95% interval {low:.2f} to {high:.2f})
-tau {tau:.2f} ({least:.2f} to {most:.2f}); drafting pays above tau {break_even_tau:.2f}, as a round costs
-  {verify_ms:.1f} verification + {draft_ms:.1f} drafter + {host_ms:.1f} {rest} ms, and a plain token {plain_ms:.1f} ms
+tau {tau:.2f} ({least:.2f} to {most:.2f}); drafting pays above tau {break_even_tau:.2f}{inequality}
 a round takes {round_ms:.1f} ms: {verify_share:.0%} verification, {draft_share:.0%} drafter, {host_share:.0%} {rest}
 one drafter forward: {slots_ms:.1f} ms for {depth} slots, {slots_ratio:.2f}x of one slot, \
 {step_ratio:.2f} of a plain target step
 kept at depth 1, 2, ...: {joint} jointly, {conditional} where all before were kept"""
+INEQUALITY = """
+  in the {drafting_rounds} of {rounds} rounds that drafted: tau {drafting_tau:.2f} {sign} {drafting_break_even_tau:.2f} =
+  ({drafting_verify_ms:.1f} verification + {drafting_draft_ms:.1f} drafter + {host_ms:.1f} {rest}) / {plain_ms:.1f} ms \
+of a plain token"""
 STOCK = """\
 {speed_up_over_stock:.2f}x over stock plain decoding ({low:.2f} to {high:.2f}), which takes {stock_ms:.1f} ms a token;
   {same_as_stock} of its {answers} answers are the same (rounding decides near ties); packing took {megabytes:.0f} MB"""
@@ -74,9 +78,12 @@ class EvaluationArguments:
     num_prompts: int | None = HfArg(default=None, help="Use the first so many prompts; all if unset.")
     per_category: int | None = HfArg(default=None, help="Use the first so many of each category; all if unset.")
     max_new_tokens: int = HfArg(default=128, help="Longest answer, in tokens.")
-    speculation_depth: int | None = HfArg(default=None, help="Draft tokens per round (K); the drafter's own if unset.")
-    draft_tree: int | None = HfArg(
-        default=None, help="Draft so many tokens per round as a tree; a chain of K if unset."
+    speculation_depth: int | None = HfArg(
+        default=None, help="Draft tokens per round (K), or along a path of a tree; the drafter's own if unset."
+    )
+    draft_tree: str | None = HfArg(
+        default=None,
+        help="Draft so many tokens per round as a tree, or with `auto` as many as pay; a chain of K if unset.",
     )
     prompt_lookup: int | None = HfArg(
         default=None, help="Also draft up to so many tokens that followed the newest ones before."
@@ -88,6 +95,12 @@ class EvaluationArguments:
     quiet: bool = HfArg(default=False, help="Show a progress bar in place of the text.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(default=None, help="Float32 on a CPU if unset.")
     prepack: bool | None = HfArg(default=None, help="Prepack the linear layers; yes in float32 on a CPU if unset.")
+
+    def __post_init__(self):
+        if self.draft_tree not in (None, "auto"):
+            if not str(self.draft_tree).isdecimal():
+                raise ValueError(f"--draft_tree is {self.draft_tree!r}: give a number of draft tokens, or auto.")
+            self.draft_tree = int(self.draft_tree)
 
 
 class Stopwatch(BaseStreamer):
@@ -158,7 +171,7 @@ def summarize(runs: list[dict], depth: int) -> dict:
     """Sums over runs and the ratios of these sums; a ratio without a denominator is None.
 
     `stock_ms`, `plain_ms`, `drafted_ms` are milliseconds per token, the other `_ms` per round, and `_share` their part
-    of it. Where plain decoding with stock layers was measured, `same_as_stock` counts its answers that equal `plain`.
+    of it; `drafting_` is of the rounds that drafted alone, which with `auto` are not all. Where plain decoding with stock layers was measured, `same_as_stock` counts its answers that equal `plain`.
     `joint[d]` is the share of the draft tokens at depth d that were kept; `conditional[d]` is their share among those
     judged: all before them were kept and no stop came first.
     """
@@ -184,9 +197,22 @@ def summarize(runs: list[dict], depth: int) -> dict:
     total |= {f"{name}_share": ratio(seconds, total["drafted_seconds"]) for name, seconds in spent.items()}
     total["round_ms"] = ratio(1000 * total["drafted_seconds"], rounds)
     total["break_even_tau"] = ratio(total["round_ms"], total["plain_ms"])
+    total |= drafting_rounds(stats, total)
     if "stock" in ways:
         total["same_as_stock"] = sum(run["stock"] == run["plain"] for run in runs)
     return total | {"identical": all(run["plain"] == run["drafted"] for run in runs)}
+
+
+def drafting_rounds(stats: DecodingStats, total: dict) -> dict:
+    """What the rounds that drafted gave and took; what is neither forward takes as long as in the other rounds."""
+    times = zip(stats.nodes, stats.emitted, stats.draft_times, stats.verify_times)
+    rounds = [row for row in times if row[0] or row[2]]
+    _, emitted, draft, verify = map(sum, zip(*rounds)) if rounds else (0, 0, 0, 0)
+    part = {"drafting_rounds": len(rounds), "drafting_tau": ratio(emitted, len(rounds))}
+    for name, seconds in (("draft", draft), ("verify", verify)):
+        part[f"drafting_{name}_ms"] = ratio(1000 * seconds, len(rounds))
+    needed = sum(part[f"drafting_{name}_ms"] for name in ("draft", "verify")) + total["host_ms"] if rounds else None
+    return part | {"drafting_break_even_tau": ratio(needed, total["plain_ms"])}
 
 
 def bootstrap(rows: list[dict], samples: int = 2000) -> dict:
@@ -235,7 +261,8 @@ def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationAr
     `total`, which has `intervals` from [`bootstrap`] and the numbers of [`time_calls`] as well.
     """
     args, runs = args or EvaluationArguments(), []
-    depth = args.speculation_depth or drafter.config.speculation_depth
+    config, auto = drafter.config, args.draft_tree == "auto"
+    depth = args.speculation_depth or (config.num_depths if auto else config.speculation_depth)
     used = {"drafter": drafter.name_or_path, "target": target.name_or_path, "prompts": args.prompts}
     # What lies in this repository is named from its root: reports are shared, the machine's folders are not.
     used = {key: name.replace(f"{ROOT}/", "") if name != str(ROOT) else "." for key, name in used.items()}
@@ -276,6 +303,7 @@ def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationAr
             prompts = prompts[: runs[-1]["prompt"] + 1]
             print(f"\nInterrupted: the report covers the first {len(prompts)} prompts.")
         calls = time_calls(target, drafter, prompts[0]["input_ids"], depth)
+        machine["costs"] = asdict(costs_of(target, drafter)) if auto else None
 
     def part(key, value):
         return summarize([run for run in runs if run[key] == value], depth)
@@ -320,7 +348,10 @@ def print_table(report: dict):
             words["verdict"] = "too few prompts to compare with"
         # A GPU works on after the call that starts a forward, and the wait for its result falls outside.
         words["rest"] = "Python and waiting for the GPU" if machine["gpu"] else "Python"
-        words |= {"prepacked": "prepacked " if prepacked else "", "depth": len(total["joint"])}
+        words |= {"prepacked": "prepacked " if prepacked else "", "depth": len(total["joint"]), "inequality": ""}
+        if total["drafting_rounds"]:
+            words["sign"] = ">" if total["drafting_tau"] > total["drafting_break_even_tau"] else "<="
+            words["inequality"] = INEQUALITY.format(**total | words)
         print(SUMMARY.format(low=low, high=high, least=least, most=most, **total | words))
         if prepacked:
             low, high = total["intervals"]["speed_up_over_stock"]

@@ -5,6 +5,7 @@ loads the pair and takes text and chats, in `inference_peagle.py`.
 """
 
 import functools
+from typing import Literal
 
 from transformers import StoppingCriteriaList, StopStringCriteria
 
@@ -13,10 +14,12 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 try:
     from .decoding_peagle import DecodingStats, decode
     from .inference_peagle import PEAGLEInference
+    from .sizing_peagle import Costs
     from .tree_peagle import checked_paths
 except ImportError:
     from decoding_peagle import DecodingStats, decode
     from inference_peagle import PEAGLEInference
+    from sizing_peagle import Costs
     from tree_peagle import checked_paths
 
 
@@ -31,7 +34,8 @@ def speculative_generate(
     streamer=None,
     tokenizer=None,
     generate=None,
-    draft_tree: int | list[tuple[int, ...]] | None = None,
+    draft_tree: int | list[tuple[int, ...]] | Literal["auto"] | None = None,
+    draft_costs: Costs | dict | None = None,
     stats: DecodingStats | None = None,
     **kwargs,
 ):
@@ -46,8 +50,12 @@ def speculative_generate(
     keeps more drafts and uses the random numbers otherwise.
 
     Args:
-        draft_tree (`int` or `list[tuple[int, ...]]`, *optional*): Draft tokens per round: the so many most probable ones, or
-            those of a fixed tree, by the ranks along the path to each (see [`static_tree`]); a chain of K if unset.
+        draft_tree (`int`, `list[tuple[int, ...]]` or `"auto"`, *optional*): Draft tokens per round: the so many most probable
+            ones, or those of a fixed tree, by the ranks along the path to each (see [`static_tree`]), or as many of the most
+            probable ones as pay (see [`Sizer`]), of which a target that cannot verify trees gets a chain. If unset, a chain
+            of K where that is set, and else `"auto"`.
+        draft_costs (`Costs` or its fields in a `dict`, *optional*): What `"auto"` reckons with; measured at the first use of
+            this target with this drafter if unset, which takes a second or two.
         stats ([`DecodingStats`], *optional*): A fresh one, which the call fills while it decodes: a streamer that has it too
             knows from its `origins` where each token came from.
 
@@ -69,23 +77,27 @@ def speculative_generate(
 
     if kwargs.get("num_assistant_tokens", ...) is None:
         del kwargs["num_assistant_tokens"]
+    if draft_tree is None:
+        draft_tree, _ = setting("draft_tree")
     num_tokens, source = setting("num_assistant_tokens")
+    if source == "the drafter's config" and draft_tree in (None, "auto"):
+        num_tokens, draft_tree = drafter.config.num_depths, "auto"
     drafter.config.check_depth("num_assistant_tokens", num_tokens, source)
     lookup, source = setting("prompt_lookup_num_tokens")
     if lookup is not None and (type(lookup) is not int or lookup < 0):
         raise ValueError(f"prompt_lookup_num_tokens is {lookup!r} in {source}: pass a number of tokens, or None.")
     kwargs["prompt_lookup_num_tokens"] = None  # for another way of decoding, if it stays
-    if draft_tree is None:
-        draft_tree, _ = setting("draft_tree")
     if isinstance(draft_tree, (list, tuple)):
         usable = int((drafter.draft_ids() < target.get_input_embeddings().weight.shape[0]).sum())
         draft_tree = checked_paths(draft_tree, drafter.config.num_depths, usable)
         num_tokens = max(map(len, draft_tree), default=0)
-    elif draft_tree is not None and (type(draft_tree) is not int or draft_tree < 0):
+    elif draft_tree not in (None, "auto") and (type(draft_tree) is not int or draft_tree < 0):
         raise ValueError(
-            f"draft_tree is {draft_tree!r}: pass how many tokens to draft per round, or a list of paths such as "
-            "[(0,), (1,), (0, 0)]."
+            f"draft_tree is {draft_tree!r}: pass how many tokens to draft per round, a list of paths such as "
+            '[(0,), (1,), (0, 0)], or "auto".'
         )
+    if isinstance(draft_costs, dict):
+        draft_costs = Costs(**draft_costs)
     for name, fix in (("token_healing", "heal the prompt before"), ("speculation_type", "unset it")):
         value, source = setting(name)
         if value:
@@ -113,6 +125,7 @@ def speculative_generate(
             num_tokens=num_tokens,
             shape=draft_tree,
             lookup=lookup or 0,
+            costs=draft_costs,
             streamer=streamer,
             stats=stats,
         ),

@@ -180,7 +180,7 @@ class PEAGLEInference:
         drafter_checkpoint: A folder or Hub id, or a loaded drafter, which moves to the target's device and dtype; None for
             the drafter in the folder of this file.
         target_model: A folder or Hub id, or a loaded causal language model; None for SmolLM2-135M-Instruct.
-        speculation_depth (`int`, *optional*): Depths to draft per round (K); the drafter's own if unset.
+        speculation_depth (`int`, *optional*): Draft tokens per round (K), a chain; as many as pay if unset.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): The target's. A loaded target needs it.
         loading: `dtype`, `device`, `attn_implementation` and `revision` of the target, see [`load_target`].
 
@@ -199,10 +199,9 @@ class PEAGLEInference:
         **loading,
     ):
         self.drafter = load_drafter(ROOT if drafter_checkpoint is None else drafter_checkpoint)
-        self.speculation_depth = (
-            self.drafter.config.speculation_depth if speculation_depth is None else speculation_depth
-        )
-        self.drafter.config.check_depth("speculation_depth", self.speculation_depth)
+        self.speculation_depth = speculation_depth
+        if speculation_depth is not None:
+            self.drafter.config.check_depth("speculation_depth", speculation_depth)
         if isinstance(target_model, torch.nn.Module):
             if tokenizer is None or loading:
                 raise TypeError("With a loaded target pass its tokenizer= as well, and no options of loading.")
@@ -335,7 +334,7 @@ class PEAGLEInference:
             "do_sample": bool(temperature),
             **({"temperature": float(temperature)} if temperature else {}),
             "tokenizer": self.tokenizer,
-            "num_assistant_tokens": self.speculation_depth,
+            **({} if self.speculation_depth is None else {"num_assistant_tokens": self.speculation_depth}),
             "draft_tree": draft_tree,
             **options,
             "return_dict_in_generate": False,

@@ -22,7 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import set_seed, sort_checkpoints
 from trl import TrlParser
 
-from acceptance_peagle import prompts_of
+from acceptance_peagle import Calibration, prompts_of
 from configuration_peagle import DrafterConfig, PEagleBackboneConfig, PEagleConfig
 from data.collator import PackingCollator
 from data.feature_shards import FeatureShards
@@ -375,16 +375,23 @@ def main(args: PEagleArguments):
             raise KeyboardInterrupt
     trainer.train(resume_from_checkpoint=checkpoint)
     if len(held_out):
-        print("held-out conversations:", trainer.evaluate())
+        trainer.calibration = Calibration(config)
+        metrics = trainer.evaluate()
+        config.draft_temperatures = trainer.calibration.temperatures()
     if trainer.is_fsdp_enabled:  # the drafter is spread over the processes; one of them gets the whole
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
         if trainer.is_fsdp_enabled:
             drafter = build_drafter(args, target, tokenizer, draft_ids)
             drafter.load_state_dict(state)
+            drafter.config.draft_temperatures = config.draft_temperatures
         if args.use_lora:
             merge_lora(drafter)
         drafter.to(getattr(torch, args.save_dtype)).save_pretrained(args.output_dir)
+        if len(held_out):
+            words = ", ".join(f"{temperature:.2f}" for temperature in config.draft_temperatures)
+            print(f"held-out conversations: {metrics}")
+            print(f"temperatures that make the drafter as sure as it is right, by depth: {words}")
         print(
             f"the drafter is in {args.output_dir}; see what it gains: python evaluate_peagle.py --drafter {args.output_dir}"
         )

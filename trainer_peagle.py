@@ -102,13 +102,15 @@ class PEagleTrainer(Trainer):
     Args (beside those of [`Trainer`]):
         signals (`TargetSignals`): The frozen target.
         prompts (`list[list[int]]`): Held-out prompts, which every evaluation answers; its metrics have the true tau then.
+
+    A [`Calibration`] that is set as `calibration` gets the scores of the evaluations after that.
     """
 
     _tag_names = ["peagle", "speculative-decoding"]
 
     def __init__(self, *args, signals: TargetSignals, prompts: list[list[int]] = (), **kwargs):
         super().__init__(*args, **kwargs)
-        self.signals, self.prompts = signals, prompts
+        self.signals, self.prompts, self.calibration = signals, prompts, None
         self.add_callback(EpochCallback(self.data_collator))
         self.add_callback(LearningCurve())
         # The loss is divided by the scored slots of the whole step, over micro-batches and processes.
@@ -263,6 +265,8 @@ class PEagleTrainer(Trainer):
             place, shared = torch.unique_consecutive(places[part], return_inverse=True)
             teacher = self.signals.distribution(row["hidden"][0, place]).take(shared)
             label = self.draft_label(labels[part])
+            if self.calibration is not None and not self.model.training:
+                self.calibration.add(depth[part], logits, label)
             losses = LOSSES[self.args.loss](logits, teacher, label)
             # As good as an argmax, at a third of its time.
             best = logits.detach().amax(dim=-1) == logits.detach().gather(1, label.clamp(min=0)[:, None])[:, 0]

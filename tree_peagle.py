@@ -59,6 +59,13 @@ class DraftTree:
         """The tree of the first nodes, with their ancestors as these come before."""
         return DraftTree(self.tokens[:num_nodes], self.parents[:num_nodes], self.log_probs[:num_nodes])
 
+    def ranked(self) -> "DraftTree":
+        """The same tree, the most probable nodes first."""
+        order = sorted(range(len(self.tokens)), key=lambda i: -self.log_probs[i])  # stable, so parents stay before
+        number = {0: 0} | {i + 1: node for node, i in enumerate(order, start=1)}
+        parents = [number[self.parents[i]] for i in order]
+        return DraftTree([self.tokens[i] for i in order], parents, [self.log_probs[i] for i in order])
+
     def children(self, node: int) -> dict[int, int]:
         """From the token to the number of each child of `node`."""
         return self._children[node]

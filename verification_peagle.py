@@ -134,6 +134,16 @@ def check_cache(cache: Cache) -> int | None:
     return max(min(static) - int(cache.get_seq_length()) - 1, 0) if static else None
 
 
+def verifies_trees(model, inputs: dict, cache: Cache) -> bool:
+    """Whether [`check_target`] and [`check_cache`] would both pass."""
+    try:
+        check_target(model, inputs)
+        check_cache(cache)
+    except ValueError:
+        return False
+    return True
+
+
 def draw(law: torch.Tensor) -> int:
     """One draw from weights `(n,)` that are not negative; as with plain sampling, RuntimeError if they hold NaN."""
     return torch.multinomial(law, num_samples=1).item()

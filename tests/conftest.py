@@ -159,6 +159,8 @@ def plain(target, prompt, **kwargs):
 
 
 def drafted(target, drafter, prompt, **kwargs):
+    """With chains unless told otherwise: how much `auto` drafts depends on the clock."""
+    kwargs = {"num_assistant_tokens": drafter.config.speculation_depth} | kwargs
     with drafter.attach(target):
         return plain(target, prompt, assistant_model=drafter, **kwargs)
 

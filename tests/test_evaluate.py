@@ -181,6 +181,18 @@ def test_acceptance_by_depth_of_known_rounds():
     assert stats.emitted == [3, 1, 3, 2]  # summing leaves the runs alone
 
 
+def test_rounds_that_drafted_are_told_from_the_others():
+    """Of three rounds the second is plain; outside the forwards every one takes (1.0 - 0.2 - 0.6) / 3 seconds."""
+    times = {"draft_times": [0.1, 0.0, 0.1], "verify_times": [0.2, 0.1, 0.3]}
+    stats = DecodingStats(drafted=[2, 0, 3], nodes=[2, 0, 5], accepted=[2, 0, 1], emitted=[3, 1, 2], **times)
+    run = {"prompt_tokens": 5, "plain": [7] * 7, "drafted": [7] * 7, "plain_seconds": 0.9, "drafted_seconds": 1.0}
+    total = summarize([run | {"stats": stats}], 3)
+    assert total["tau"] == 6 / 3 and total["joint"] == [2 / 2, 1 / 2, 0]
+    assert total["drafting_rounds"] == 2 and total["drafting_tau"] == 5 / 2
+    assert [total[f"drafting_{name}_ms"] for name in ("draft", "verify")] == pytest.approx([100, 250])
+    assert total["drafting_break_even_tau"] == pytest.approx((100 + 250 + 200 / 3) / 150)
+
+
 def test_an_answer_of_one_token_has_no_speed(target, tokenizer, drafter, prompts, capsys):
     report = evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(**QUIET | {"max_new_tokens": 1}))
     total = report["total"]

@@ -61,6 +61,23 @@ def test_one_wrong_token_in_one_answer_is_enough(target, tokenizer, drafter, pro
     assert report["categories"]["a"]["identical"] and not report["categories"]["b"]["identical"]
 
 
+def test_drafts_may_be_sized_by_cost(target, tokenizer, drafter, prompts, capsys):
+    report = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(draft_tree="auto", **QUIET))
+    total = report["total"]
+    assert total["identical"] and report["environment"]["costs"]["rows"][0] == 1
+    assert total["emitted"] + total["answers"] == total["drafted_tokens"] and len(total["joint"]) == 4
+    assert 0 < total["drafting_rounds"] <= total["rounds"]
+    print_table(report)
+    out = capsys.readouterr().out
+    parts = [total[f"drafting_{name}_ms"] for name in ("verify", "draft")] + [total["host_ms"]]
+    assert f"in the {total['drafting_rounds']} of {total['rounds']} rounds that drafted: tau" in out
+    assert "{:.1f} verification + {:.1f} drafter + {:.1f} Python".format(*parts) in out
+    assert f") / {total['plain_ms']:.1f} ms of a plain token" in out
+    with pytest.raises(ValueError, match="--draft_tree is 'wide'"):
+        EvaluationArguments(draft_tree="wide")
+    assert EvaluationArguments(draft_tree="12").draft_tree == 12
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_wrong_answer_is_no_rounding_in_half_precision_either(
     target, tokenizer, drafter, prompts, monkeypatch, capsys, dtype

@@ -71,10 +71,13 @@ def test_a_cache_is_refused_before_it_is_written_to():
 
 def test_the_source_of_a_wrong_number_of_draft_tokens_is_named(llama):
     llama.generation_config.num_assistant_tokens = 30
-    with pytest.raises(ValueError, match="30 in the target's generation_config"):
-        drafted(llama, make_drafter(llama), prompt_of(5))
-    with pytest.raises(ValueError, match="20 in the generation_config"):
-        drafted(llama, make_drafter(llama), prompt_of(5), generation_config=GenerationConfig(num_assistant_tokens=20))
+    with make_drafter(llama).attach(llama) as target:
+        drafter = target.generate.drafter
+        with pytest.raises(ValueError, match="30 in the target's generation_config"):
+            plain(llama, prompt_of(5), assistant_model=drafter)
+        config = GenerationConfig(num_assistant_tokens=20)
+        with pytest.raises(ValueError, match="20 in the generation_config"):
+            plain(llama, prompt_of(5), assistant_model=drafter, generation_config=config)
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

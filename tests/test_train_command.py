@@ -72,6 +72,7 @@ def test_the_command_trains_a_drafter_that_loads_and_decodes(workplace, tmp_path
         drafter = AutoModel.from_pretrained(tmp_path / name, trust_remote_code=True)
         assert drafter.dtype == dtype
         assert drafter.config.mask_token_id == tokenizer.convert_tokens_to_ids("<|reserved_0|>")
+        assert len(drafter.config.draft_temperatures or []) == (drafter.config.num_depths if name == "out" else 0)
         with drafter.attach(target, tokenizer):
             out = target.generate(**prompt, assistant_model=drafter, max_new_tokens=20, do_sample=False)
         assert torch.equal(out, plain)
