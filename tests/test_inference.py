@@ -45,7 +45,7 @@ def engine_for(target, reference, pattern="mixed", **options):
     """An engine whose drafter is right about `reference` (prompt included) or wrong, by a pattern."""
     drafter = make_scripted(target, reference, PATTERNS[pattern])
     drafter.config.target_tokenizer_hash = tokenizer_fingerprint(TOKENIZER)
-    return PEAGLEInference(drafter, target, tokenizer=TOKENIZER, **options)
+    return PEAGLEInference(drafter, target, **{"tokenizer": TOKENIZER, "speculation_depth": 4} | options)
 
 
 @pytest.fixture(scope="module", params=BUILDERS)
