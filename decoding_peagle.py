@@ -105,9 +105,6 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
         f"It decodes greedily or by sampling, but the settings ask for {mode.value}: unset what does.": (
             mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         ),
-        "It decodes one sequence at a time: call generate once per prompt, with num_return_sequences=1.": (
-            input_ids.shape[0] != 1
-        ),
         "It needs the cache: leave use_cache at True.": not generation_config.use_cache,
         "It starts from token ids: pass input_ids, not inputs_embeds.": model_kwargs.get("inputs_embeds") is not None,
         "The prompt is empty: pass at least one token.": input_ids.shape[1] == 0,
@@ -155,6 +152,24 @@ def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape) -
     return static_tree(paths, candidates(logits, ranks, draft_ids, transition=transition))
 
 
+def with_lookup(tree: DraftTree, text: Continuation, num_tokens: int, shape) -> DraftTree:
+    """`tree` with what followed the newest tokens of `text` before, `num_tokens` at most; see [`propose`] for `shape`."""
+    branch = prompt_lookup(text.sequence[0].tolist(), num_tokens)
+    most = shape if isinstance(shape, int) else len(tree.tokens) + len(branch)
+    return with_branch(tree, branch, math.log(LOOKUP_PROBABILITY), most)
+
+
+def rows_read(hidden_states: torch.Tensor, input_ids: torch.LongTensor) -> int:
+    """How many rows the target read in the prefill: the prompt's, or fewer where the cache held some. ValueError if more."""
+    rows = hidden_states.shape[1]
+    if rows > input_ids.shape[1]:
+        raise ValueError(
+            f"Decoding with a P-EAGLE drafter: the target read {rows} rows for {input_ids.shape[1]} tokens. A learned prompt "
+            "(prompt tuning) is not supported; merge the adapter or disable it."
+        )
+    return rows
+
+
 def decode(
     model,
     input_ids: torch.LongTensor,
@@ -189,12 +204,7 @@ def decode(
     model_kwargs["output_hidden_states"] = layer_ids
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     # The rows of the last forward that hold verified tokens: here all but left padding.
-    rows = outputs.hidden_states[layer_ids[0]].shape[1]
-    if rows > input_ids.shape[1]:
-        raise ValueError(
-            f"Decoding with a P-EAGLE drafter: the target read {rows} rows for {input_ids.shape[1]} tokens. A learned prompt "
-            "(prompt tuning) is not supported; merge the adapter or disable it."
-        )
+    rows = rows_read(outputs.hidden_states[layer_ids[0]], input_ids)
     attention_mask = model_kwargs.get("attention_mask")
     verified = slice(0 if attention_mask is None else int((attention_mask[0, -rows:] == 0).sum()), rows)
     text.accept(last_logits(outputs, 1), DraftTree.chain([]))
@@ -221,9 +231,7 @@ def decode(
                 stats.draft_seconds += time.perf_counter() - clock
                 tree = propose(drafter, draft_logits[:, : len(draft_ids)], draft_ids, shape)
             if lookup and end > text.length:
-                branch = prompt_lookup(text.sequence[0].tolist(), min(lookup, end - text.length))
-                most = shape if isinstance(shape, int) else len(tree.tokens) + len(branch)
-                tree = with_branch(tree, branch, math.log(LOOKUP_PROBABILITY), most)
+                tree = with_lookup(tree, text, min(lookup, end - text.length), shape)
             if not tree.is_chain:
                 tree = tree.first(check_cache(cache))
 

@@ -10,9 +10,11 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
+    from .batch_peagle import decode_batch
     from .decoding_peagle import decode
     from .tree_peagle import checked_paths
 except ImportError:
+    from batch_peagle import decode_batch
     from decoding_peagle import decode
     from tree_peagle import checked_paths
 
@@ -99,7 +101,17 @@ def speculative_generate(
         stopping_criteria=stopping_criteria,
         streamer=streamer,
         custom_generate=functools.partial(
-            decode, drafter=drafter, num_tokens=num_tokens, shape=draft_tree, lookup=lookup or 0, streamer=streamer
+            decode_rows,
+            drafter=drafter,
+            num_tokens=num_tokens,
+            shape=draft_tree,
+            lookup=lookup or 0,
+            streamer=streamer,
         ),
         **kwargs,
     )
+
+
+def decode_rows(model, input_ids, **options):
+    """The loop that `generate` runs after its preparations, which know how many rows there are."""
+    return (decode if input_ids.shape[0] == 1 else decode_batch)(model, input_ids, **options)
