@@ -26,6 +26,7 @@ try:
         position_limit,
         propose,
         rows_read,
+        vocabulary,
         with_lookup,
     )
     from .tree_peagle import DraftTree
@@ -38,6 +39,7 @@ except ImportError:
         position_limit,
         propose,
         rows_read,
+        vocabulary,
         with_lookup,
     )
     from tree_peagle import DraftTree
@@ -221,7 +223,7 @@ class EveryRow:
 
     def __call__(self, input_ids, scores):
         scores = None if scores is None else scores.repeat(self.batch, 1)
-        return self.asked(input_ids.repeat(self.batch, 1), scores)[self.row : self.row + 1]
+        return self.asked(input_ids.expand(self.batch, -1), scores)[self.row : self.row + 1]
 
 
 def of_row(processor, row: int, batch: int):
@@ -260,7 +262,7 @@ def check_batch(model, input_ids, logits_processor, stopping_criteria, generatio
         "A batch is decoded in a cache of its own: pass no cache, and leave cache_implementation unset.": (
             type(cache) is not DynamicCache
             or cache.offloading
-            or cache.get_seq_length() > 0
+            or getattr(cache, "_is_user_defined", False)
             or any(type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
         ),
         "A streamer shows one row: decode one prompt at a time.": streamer is not None,
@@ -311,10 +313,7 @@ def decode_batch(
     ]
     layer_ids = drafter.config.eagle_aux_hidden_state_layer_ids
     cache, draft_cache = BatchCache(batch), BatchCache(batch)
-    table = model.get_input_embeddings().weight
-    embedding = None if drafter.config.own_embeddings else table.to(drafter.device)
-    draft_ids = drafter.draft_ids()
-    draft_ids = draft_ids[draft_ids < table.shape[0]]
+    embedding, draft_ids = vocabulary(drafter, model)
     end = min(stopping_criteria.max_length - 1, position_limit(model))
 
     model_kwargs |= {"cache": cache, "output_hidden_states": layer_ids}
@@ -390,10 +389,9 @@ def decode_batch(
             verified = [text.path for text in texts]
 
     longest = max(text.length for text in every_text)
-    pad = generation_config._pad_token_tensor
-    sequences = torch.cat(
-        [F.pad(text.sequence, (0, longest - text.length), value=pad and int(pad)) for text in every_text]
-    )
+    pad = generation_config._pad_token_tensor  # None where no row can end before the others
+    pad = 0 if pad is None else int(pad)
+    sequences = torch.cat([F.pad(text.sequence, (0, longest - text.length), value=pad) for text in every_text])
     stats.total_seconds = time.perf_counter() - start
     if not generation_config.return_dict_in_generate:
         return sequences

@@ -37,6 +37,8 @@ LOOKUP_PROBABILITY = 0.7
 class DecodingStats:
     """What happened in one call. Times are wall-clock seconds on the host, without waiting for an accelerator.
 
+    Of a batch, the rounds of all rows are listed, those of one forward in the order of the rows.
+
     drafted (`list[int]`): Depths drafted per round (a round is one target forward after the prefill).
     nodes (`list[int]`): Draft tokens per round; of a chain as many as depths.
     accepted (`list[int]`): Draft tokens kept per round. A round emits one token more than it keeps, unless it is the last.
@@ -134,6 +136,15 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
             raise ValueError(f"Decoding with a P-EAGLE drafter: {problem}")
 
 
+def vocabulary(drafter, model) -> tuple[torch.Tensor | None, torch.LongTensor]:
+    """The target's embedding table unless the drafter has its own, and the target ids of the usable draft vocabulary."""
+    table = model.get_input_embeddings().weight
+    embedding = None if drafter.config.own_embeddings else table.to(drafter.device)
+    # A full draft vocabulary may be padded beyond the target's; the ids ascend, so the usable ones come first.
+    draft_ids = drafter.draft_ids()
+    return embedding, draft_ids[draft_ids < table.shape[0]]
+
+
 def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape) -> DraftTree:
     """The draft tokens of one round.
 
@@ -192,11 +203,7 @@ def decode(
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     layer_ids = drafter.config.eagle_aux_hidden_state_layer_ids
     draft_cache = DynamicCache()
-    table = model.get_input_embeddings().weight
-    embedding = None if drafter.config.own_embeddings else table.to(drafter.device)
-    # A full draft vocabulary may be padded beyond the target's; the ids ascend, so the usable ones come first.
-    draft_ids = drafter.draft_ids()
-    draft_ids = draft_ids[draft_ids < table.shape[0]]
+    embedding, draft_ids = vocabulary(drafter, model)
 
     def last_logits(outputs, count: int) -> torch.Tensor:
         return outputs.logits[0, -count:].to(input_ids.device, torch.float32)

@@ -107,8 +107,8 @@ def check_target(model, inputs: dict, task: str = "verify a tree", instead: str 
     attention = model.config.get_text_config()._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise ValueError(
-            f"Decoding with a P-EAGLE drafter: the attention {attention!r} of this target cannot verify a tree. Load the target "
-            'with attn_implementation="sdpa", or draft a chain, without draft_tree and prompt_lookup_num_tokens.'
+            f"Decoding with a P-EAGLE drafter: the attention {attention!r} of this target cannot {task}. Load the target "
+            f'with attn_implementation="sdpa", or {instead}.'
         )
     if inputs.get("position_ids") is None or not model._supports_attention_backend:
         raise ValueError(
