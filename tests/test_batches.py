@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from conftest import (
     PATTERNS,
     ROOT,
+    TARGETS,
     VOCAB,
     WINDOW,
     Recorder,
@@ -111,11 +112,6 @@ class Script:
         pass
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3", "gemma3_composite"])
-def target(request):
-    return make_target(request.param)
-
-
 def assert_greedy(monkeypatch, target, ids, options, **settings):
     """As plain decoding of the batch and of each row alone, with a random drafter and one right in some places."""
     expected, mask = plain(target, ids, **options), options["attention_mask"].bool()
@@ -133,21 +129,31 @@ def assert_greedy(monkeypatch, target, ids, options, **settings):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "shape"), [("short", None), ("around the window", 5), ("long", 16)], ids=["chain", "5", "16"]
+    ("name", "lengths", "shape"),
+    [
+        ("llama", "short", None),
+        ("llama", "long", STATIC),
+        ("qwen3", "around the window", 5),
+        ("gemma3", "around the window", None),
+        ("gemma3", "long", 16),
+        ("gemma3_composite", "long", 5),
+    ],
 )
-def test_greedy_output_equals_plain(monkeypatch, target, lengths, shape):
-    assert_greedy(monkeypatch, target, *batch_of(LENGTHS[lengths]), draft_tree=shape)
+def test_greedy_output_equals_plain(monkeypatch, name, lengths, shape):
+    assert_greedy(monkeypatch, make_target(name), *batch_of(LENGTHS[lengths]), draft_tree=shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_greedy_output_equals_plain_over_the_whole_grid(monkeypatch, target, lengths, shape):
+@pytest.mark.parametrize("name", TARGETS)
+def test_greedy_output_equals_plain_over_the_whole_grid(monkeypatch, name, lengths, shape):
+    target = make_target(name)
     for num_tokens in (1, 3, 8):
         assert_greedy(monkeypatch, target, *batch_of(lengths), draft_tree=shape, num_assistant_tokens=num_tokens)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_composite"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_composite"])
 def test_eager_attention_decodes_batches_too(monkeypatch, name):
     target = make_target(name)
     target.set_attn_implementation("eager")
@@ -167,7 +173,9 @@ def test_every_limit_and_no_drafts(monkeypatch, name):
         assert torch.equal(out, reference[:, : 9 + limit])
 
 
-def test_rows_end_at_different_times_in_pad_tokens(monkeypatch, target):
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rows_end_at_different_times_in_pad_tokens(monkeypatch, name):
+    target = make_target(name)
     ids, options = batch_of([4, 9, 2, 6])
     reference = plain(target, ids, **options)
     drafter = make_drafter(target)
@@ -259,8 +267,9 @@ def watched(monkeypatch, target, lengths, **settings):
     assert watch.rounds > 3 and len(watch.drafts) > 3
 
 
-def test_both_caches_and_the_drafts_are_those_of_each_row_alone(monkeypatch, target):
-    watched(monkeypatch, target, [3, 10, 6], draft_tree=7)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma3_composite"])
+def test_both_caches_and_the_drafts_are_those_of_each_row_alone(monkeypatch, name):
+    watched(monkeypatch, make_target(name), [3, 10, 6], draft_tree=7)
 
 
 FAULTS = ["padding is seen", "padding is kept", "other nodes are kept", "positions by column", "no window", "causal"]
@@ -392,8 +401,12 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("expanded", [False, True], ids=["greedy", "num_return_sequences"])
-@pytest.mark.parametrize("name", PROCESSORS)
+OF_ROWS = ["repetition_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram", "prefix", "own"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expanded"), [(name, False) for name in PROCESSORS] + [(name, True) for name in OF_ROWS]
+)
 def test_processors_see_their_own_row_and_its_number(monkeypatch, name, expanded):
     target, (ids, options) = make_target("llama"), batch_of([4, 9, 2])
     ids = plain(target, ids, **options)[:, 6:]  # so that what follows has been there before
