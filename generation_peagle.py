@@ -1,6 +1,7 @@
 """Speculative decoding with a P-EAGLE drafter through `target.generate(..., assistant_model=drafter)`.
 
-Here the options of a call are resolved and checked; the loop that decodes is in `decoding_peagle.py`.
+Here the options of a call are resolved and checked; the loop that decodes is in `decoding_peagle.py`, that of several rows in
+`batch_peagle.py`.
 """
 
 import functools
