@@ -63,6 +63,8 @@ RERANKED = 16
 class DecodingStats:
     """What happened in one call. Times are wall-clock seconds on the host, without waiting for an accelerator.
 
+    Of a batch, the rounds of all rows are listed, those of one forward in the order of the rows.
+
     drafted (`list[int]`): Depths drafted per round (a round is one target forward after the prefill).
     nodes (`list[int]`): Draft tokens per round; of a chain as many as depths.
     accepted (`list[int]`): Draft tokens kept per round. A round emits one token more than it keeps, unless it is the last.
@@ -145,9 +147,6 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
         f"It decodes greedily or by sampling, but the settings ask for {mode.value}: unset what does.": (
             mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
         ),
-        "It decodes one sequence at a time: call generate once per prompt, with num_return_sequences=1.": (
-            input_ids.shape[0] != 1
-        ),
         "It needs the cache: leave use_cache at True.": not generation_config.use_cache,
         "It starts from token ids: pass input_ids, not inputs_embeds.": model_kwargs.get("inputs_embeds") is not None,
         "The prompt is empty: pass at least one token.": input_ids.shape[1] == 0,
@@ -175,6 +174,36 @@ def check_supported(model, input_ids, generation_config, model_kwargs):
     for problem, present in problems.items():
         if present:
             raise ValueError(f"Decoding with a P-EAGLE drafter: {problem}")
+
+
+def vocabulary(drafter, model) -> tuple[torch.Tensor | None, torch.LongTensor]:
+    """The target's embedding table unless the drafter has its own, and the target ids of the usable draft vocabulary."""
+    table = model.get_input_embeddings().weight
+    embedding = None if drafter.config.own_embeddings else table.to(drafter.device)
+    # A full draft vocabulary may be padded beyond the target's; the ids ascend, so the usable ones come first.
+    draft_ids = drafter.draft_ids()
+    return embedding, draft_ids[draft_ids < table.shape[0]]
+
+
+def settle(
+    model, drafter, input_ids, logits_processor, generation_config, model_kwargs, num_tokens, shape, lookup, costs
+):
+    """What `draft_tree` comes to for this target: a shape for [`propose`], the [`Sizer`] of `"auto"` and the `warpers` of a
+    chain that is drawn, the latter two None otherwise. ValueError: The target cannot verify a tree that was asked for.
+    """
+    trees = bool(shape or lookup)
+    if shape == "auto" and not lookup:
+        trees = verifies_trees(model, model_kwargs, model_kwargs["cache"])
+    if trees:
+        check_target(model, model_kwargs)
+        check_cache(model_kwargs["cache"])
+    if shape == "auto":
+        known = (costs or costs_of(model, drafter)).of_batch(len(input_ids))
+        sizer = Sizer(known, num_tokens, clocked=costs is None)
+        return sizer.most if trees else [(0,) * depth for depth in range(1, num_tokens + 1)], sizer, None
+    if not generation_config.do_sample or shape is not None or lookup:
+        return shape, None, None
+    return shape, None, LogitsProcessorList(each for each in logits_processor if type(each) in WARPERS)
 
 
 def draw_chain(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, warpers: LogitsProcessorList) -> DraftTree:
@@ -216,6 +245,24 @@ def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape, w
     return static_tree(paths, candidates(logits, ranks, draft_ids, **law))
 
 
+def with_lookup(tree: DraftTree, text: Continuation, num_tokens: int, shape) -> DraftTree:
+    """`tree` with what followed the newest tokens of `text` before, `num_tokens` at most; see [`propose`] for `shape`."""
+    branch = prompt_lookup(text.sequence[0].tolist(), num_tokens)
+    most = shape if isinstance(shape, int) else len(tree.tokens) + len(branch)
+    return with_branch(tree, branch, math.log(LOOKUP_PROBABILITY), most)
+
+
+def rows_read(hidden_states: torch.Tensor, input_ids: torch.LongTensor) -> int:
+    """How many rows the target read in the prefill: the prompt's, or fewer where the cache held some. ValueError if more."""
+    rows = hidden_states.shape[1]
+    if rows > input_ids.shape[1]:
+        raise ValueError(
+            f"Decoding with a P-EAGLE drafter: the target read {rows} rows for {input_ids.shape[1]} tokens. A learned prompt "
+            "(prompt tuning) is not supported; merge the adapter or disable it."
+        )
+    return rows
+
+
 def decode(
     model,
     input_ids: torch.LongTensor,
@@ -233,26 +280,14 @@ def decode(
 ):
     """The decoding loop that `generate` runs after its preparations (`custom_generate` as a callable)."""
     check_supported(model, input_ids, generation_config, model_kwargs)
-    sizer, trees = None, bool(shape or lookup)
-    if shape == "auto" and not lookup:
-        trees = verifies_trees(model, model_kwargs, model_kwargs["cache"])
-    if trees:
-        check_target(model, model_kwargs)
-        check_cache(model_kwargs["cache"])
-    if shape == "auto":
-        sizer = Sizer(costs or costs_of(model, drafter), num_tokens, clocked=costs is None)
-        shape = sizer.most if trees else [(0,) * depth for depth in range(1, num_tokens + 1)]
+    shape, sizer, warpers = settle(
+        model, drafter, input_ids, logits_processor, generation_config, model_kwargs, num_tokens, shape, lookup, costs
+    )
     stats, start = stats or DecodingStats(), time.perf_counter()
     text = Continuation(input_ids, logits_processor, stopping_criteria, generation_config, streamer, stats.origins)
     layer_ids = drafter.config.eagle_aux_hidden_state_layer_ids
     draft_cache = DynamicCache()
-    table = model.get_input_embeddings().weight
-    embedding = None if drafter.config.own_embeddings else table.to(drafter.device)
-    # A full draft vocabulary may be padded beyond the target's; the ids ascend, so the usable ones come first.
-    draft_ids = drafter.draft_ids()
-    draft_ids = draft_ids[draft_ids < table.shape[0]]
-    drawn = generation_config.do_sample and shape is None and not lookup
-    warpers = LogitsProcessorList(each for each in logits_processor if type(each) in WARPERS) if drawn else None
+    embedding, draft_ids = vocabulary(drafter, model)
 
     def last_logits(outputs, count: int) -> torch.Tensor:
         return outputs.logits[0, -count:].to(input_ids.device, torch.float32)
@@ -260,12 +295,7 @@ def decode(
     model_kwargs["output_hidden_states"] = layer_ids
     outputs = model._prefill(input_ids, generation_config, model_kwargs)
     # The rows of the last forward that hold verified tokens: here all but left padding.
-    rows = outputs.hidden_states[layer_ids[0]].shape[1]
-    if rows > input_ids.shape[1]:
-        raise ValueError(
-            f"Decoding with a P-EAGLE drafter: the target read {rows} rows for {input_ids.shape[1]} tokens. A learned prompt "
-            "(prompt tuning) is not supported; merge the adapter or disable it."
-        )
+    rows = rows_read(outputs.hidden_states[layer_ids[0]], input_ids)
     attention_mask = model_kwargs.get("attention_mask")
     verified = slice(0 if attention_mask is None else int((attention_mask[0, -rows:] == 0).sum()), rows)
     text.accept(last_logits(outputs, 1), DraftTree.chain([]))
@@ -296,9 +326,7 @@ def decode(
                 draft_time = time.perf_counter() - clock
                 tree = propose(drafter, draft_logits[:, : len(draft_ids)], draft_ids, shape, warpers)
             if drafting and lookup and end > text.length:
-                branch = prompt_lookup(text.sequence[0].tolist(), min(lookup, end - text.length))
-                most = shape if isinstance(shape, int) else len(tree.tokens) + len(branch)
-                tree = with_branch(tree, branch, math.log(LOOKUP_PROBABILITY), most)
+                tree = with_lookup(tree, text, min(lookup, end - text.length), shape)
             if sizer is not None and tree.tokens:
                 tree = sizer.cut(tree)
             if not tree.is_chain:

@@ -1,7 +1,7 @@
 """Speculative decoding with a P-EAGLE drafter through `target.generate(..., assistant_model=drafter)`.
 
-Here the options of a call are resolved and checked; the loop that decodes is in `decoding_peagle.py`, and the engine, which
-loads the pair and takes text and chats, in `inference_peagle.py`.
+Here the options of a call are resolved and checked; the loop that decodes is in `decoding_peagle.py`, that of several rows in
+`batch_peagle.py`, and the engine, which loads the pair and takes text and chats, in `inference_peagle.py`.
 """
 
 import functools
@@ -12,11 +12,13 @@ from transformers import StoppingCriteriaList, StopStringCriteria
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
+    from .batch_peagle import decode_batch
     from .decoding_peagle import DecodingStats, decode
     from .inference_peagle import PEAGLEInference
     from .sizing_peagle import Costs
     from .tree_peagle import checked_paths
 except ImportError:
+    from batch_peagle import decode_batch
     from decoding_peagle import DecodingStats, decode
     from inference_peagle import PEAGLEInference
     from sizing_peagle import Costs
@@ -120,7 +122,7 @@ def speculative_generate(
         stopping_criteria=stopping_criteria,
         streamer=streamer,
         custom_generate=functools.partial(
-            decode,
+            decode_rows,
             drafter=drafter,
             num_tokens=num_tokens,
             shape=draft_tree,
@@ -131,3 +133,8 @@ def speculative_generate(
         ),
         **kwargs,
     )
+
+
+def decode_rows(model, input_ids, **options):
+    """The loop that `generate` runs after its preparations, which know how many rows there are."""
+    return (decode if input_ids.shape[0] == 1 else decode_batch)(model, input_ids, **options)

@@ -47,8 +47,6 @@ except ImportError:
 
 # Where the Markov head of a finished drafter is.
 MARKOV_FILE = "markov_head/model.safetensors"
-# A prompt is read in pieces of this many slots, so that the attention mask stays far below prompt x prompt.
-MAX_SLOTS = 1024
 # Logits that training holds at a time (64 MB in float32); of more rows, the head's work is done again for the gradient.
 MAX_LOGITS = 2**24
 # Rows of the head at a time where it is frozen: few enough for their logits to stay in a processor's cache.
@@ -163,6 +161,8 @@ class Drafter:
     # Slots attend by an explicit 4D mask, which these kernels do not take.
     _supports_flash_attn = False
     _supports_flex_attn = False
+    # A prompt is read in pieces of this many slots, so that the attention mask stays far below prompt x prompt.
+    max_slots = 1024
 
     attach = attach
     prepare_for = prepare_for
@@ -264,6 +264,27 @@ class Drafter:
         parts = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
         return torch.cat([checkpoint(part, hidden_states[p], p, use_reentrant=False) for p in parts], dim=-1)
 
+    def slots(self, input_ids, verified: int, cached: int, num_tokens: int):
+        """The slots of one round: every newly verified one, then the chain of `num_tokens - 1` mask slots at the last one.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(verified + 1,)`): See [`draft`].
+            verified (`int`), cached (`int`): Verified tokens that are new, and slots before them.
+
+        Returns:
+            What [`slot_layout`] returns, and the `torch.BoolTensor` of shape `(slots, cached + slots)` of [`slot_visibility`].
+        """
+        first_slot, device = int(self.config.first_slot), self.device
+        read = max(cached - first_slot, 0)  # tokens before these
+        slots = torch.arange(-1 if first_slot and not cached else 0, verified + num_tokens - 1, device=device)
+        anchor = slots.clamp(max=verified - 1)
+        depth = slots - anchor
+        position_ids = read + torch.arange(verified + 1, device=device)
+        layout = slot_layout(input_ids, position_ids, anchor, depth, self.config.mask_token_id, first_slot)
+        key_anchor = torch.cat([torch.arange(cached, device=device) - first_slot, read + anchor])
+        key_depth = F.pad(depth, (cached, 0))
+        return *layout, slot_visibility((read + anchor)[:, None], depth[:, None], key_anchor, key_depth)
+
     @torch.no_grad()
     def draft(self, input_ids, features, num_tokens: int, cache: Cache, embedding=None) -> torch.Tensor:
         """Scores of the next `num_tokens` tokens, from one forward over the newly verified slots and the mask slots.
@@ -281,23 +302,11 @@ class Drafter:
             `torch.Tensor` of shape `(num_tokens, draft_vocab_size)`: Row `d` scores the token `d + 1` after the newest,
             whatever the tokens between them are; [`choose`] makes a chain of them.
         """
-        while features.shape[1] > MAX_SLOTS:
-            self.draft(input_ids[: MAX_SLOTS + 1], features[:, :MAX_SLOTS], 1, cache, embedding)
-            input_ids, features = input_ids[MAX_SLOTS:], features[:, MAX_SLOTS:]
-        verified, cached, device = features.shape[1], cache.get_seq_length(), self.device
-        first_slot = int(self.config.first_slot)
-        read = max(cached - first_slot, 0)  # tokens before these
-        # Every verified slot, then the chain of mask slots at the last one.
-        slots = torch.arange(-1 if first_slot and not cached else 0, verified + num_tokens - 1, device=device)
-        anchor = slots.clamp(max=verified - 1)
-        depth = slots - anchor
-        position_ids = read + torch.arange(verified + 1, device=device)
-        slot_ids, feature_index, slot_positions = slot_layout(
-            input_ids, position_ids, anchor, depth, self.config.mask_token_id, first_slot
-        )
-        key_anchor = torch.cat([torch.arange(cached, device=device) - first_slot, read + anchor])
-        key_depth = F.pad(depth, (cached, 0))
-        visible = slot_visibility((read + anchor)[:, None], depth[:, None], key_anchor, key_depth)
+        while features.shape[1] > self.max_slots:
+            self.draft(input_ids[: self.max_slots + 1], features[:, : self.max_slots], 1, cache, embedding)
+            input_ids, features = input_ids[self.max_slots :], features[:, self.max_slots :]
+        slots = self.slots(input_ids, features.shape[1], cache.get_seq_length(), num_tokens)
+        slot_ids, feature_index, slot_positions, visible = slots
         output = self(
             slot_ids[None],
             features,

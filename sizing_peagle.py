@@ -69,6 +69,11 @@ class Costs:
             return end + max(slope, 0.0) * (rows - other)
         return y + slope * (rows - x)
 
+    def of_batch(self, batch: int) -> "Costs":
+        """The same with rows per prompt of a batch; the drafter's forward grows as the target's does over single rows."""
+        target = [self.forward(batch * rows) for rows in self.rows]
+        return Costs(self.rows, target, self.draft * target[0] / self.target[0], self.host)
+
     def round(self, nodes: int) -> float:
         """A round that drafts and verifies `nodes` draft tokens."""
         return self.draft + self.forward(nodes + 1) + self.host

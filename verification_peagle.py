@@ -33,6 +33,8 @@ except ImportError:
 
 # Room for new tokens at the start; it doubles when it is used up.
 GROWTH = 512
+# What always goes instead of a tree.
+CHAIN = "draft a chain, without draft_tree and prompt_lookup_num_tokens"
 
 
 def spread(model, inputs: dict, tree: DraftTree, cache: Cache) -> dict:
@@ -94,11 +96,12 @@ def keep_path(cache: Cache, path: list[int], size: int):
     cache.crop(len(path) - size)
 
 
-def check_target(model, inputs: dict):
-    """Refuse a target that would read the nodes of a tree wrongly.
+def check_target(model, inputs: dict, task: str = "verify a tree", instead: str = CHAIN):
+    """Refuse a target that would read the nodes of a tree, or several rows at once, wrongly.
 
     Args:
         inputs (`dict`): What `generate` prepared for the first forward.
+        task (`str`), instead (`str`): What is asked of the target, and what to do without.
 
     Raises:
         ValueError: The target counts its positions itself, or its attention takes no mask (flash attention), or does not go
@@ -107,13 +110,13 @@ def check_target(model, inputs: dict):
     attention = model.config.get_text_config()._attn_implementation
     if attention not in ("sdpa", "eager"):
         raise ValueError(
-            f"Decoding with a P-EAGLE drafter: the attention {attention!r} of this target cannot verify a tree. Load the target "
-            'with attn_implementation="sdpa", or draft a chain, without draft_tree and prompt_lookup_num_tokens.'
+            f"Decoding with a P-EAGLE drafter: the attention {attention!r} of this target cannot {task}. Load the target "
+            f'with attn_implementation="sdpa", or {instead}.'
         )
     if inputs.get("position_ids") is None or not model._supports_attention_backend:
         raise ValueError(
-            f"Decoding with a P-EAGLE drafter: {type(model).__name__} cannot verify a tree, as its positions or its attention "
-            "mask cannot be given: draft a chain, without draft_tree and prompt_lookup_num_tokens."
+            f"Decoding with a P-EAGLE drafter: {type(model).__name__} cannot {task}, as its positions or its attention mask "
+            f"cannot be given: {instead}."
         )
 
 

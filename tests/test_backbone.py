@@ -113,7 +113,7 @@ def test_slots_of_depth_0_are_the_models_own_logits(model, attention):
 
 
 def test_a_prompt_read_in_pieces_is_the_model_too(model, monkeypatch):
-    monkeypatch.setattr(modeling_peagle, "MAX_SLOTS", 5)
+    monkeypatch.setattr(modeling_peagle.Drafter, "max_slots", 5)
     drafter, tokens = make_drafter(model, model), prompt_of(3 * WINDOW)[0]
     cache = DynamicCache()
     logits = drafter.draft(tokens, features_of(model, drafter, tokens)[:, :-1], 2, cache)

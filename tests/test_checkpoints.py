@@ -141,6 +141,7 @@ def test_a_saved_folder_loads_with_auto_model_in_a_clean_process_and_saves_itsel
     assert {
         "configuration_peagle.py",
         "modeling_peagle.py",
+        "batch_peagle.py",
         "decoding_peagle.py",
         "generation_peagle.py",
         "model.safetensors",

@@ -129,7 +129,7 @@ def test_a_long_prompt_is_read_in_pieces(llama, monkeypatch):
     arguments = tokens, features_of(llama, drafter, tokens)[:, :14], DEPTHS
     results = []
     for size in (1024, 14, 5, 1):
-        monkeypatch.setattr(modeling_peagle, "MAX_SLOTS", size)
+        monkeypatch.setattr(modeling_peagle.Drafter, "max_slots", size)
         cache, widest = DynamicCache(config=drafter.config), []
         hook = drafter.register_forward_pre_hook(lambda _, inputs: widest.append(inputs[0].shape[1]))  # noqa: B023
         results.append(drafter.draft(*arguments, cache, llama.get_input_embeddings().weight))

@@ -16,7 +16,6 @@ from modeling_peagle import PEagleModel
         ({"num_assistant_tokens": 9}, "trained for 1 to 8"),
         ({"use_cache": False}, "use_cache"),
         ({"num_beams": 2}, "num_beams"),
-        ({"do_sample": True, "num_return_sequences": 2}, "one sequence at a time"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden states"),
         ({"stop_strings": ["x"]}, "tokenizer"),
         ({"prefill_chunk_size": 2}, "prefill_chunk_size"),
@@ -39,8 +38,6 @@ def test_what_cannot_be_decoded_exactly_is_refused_by_name(llama, kwargs, messag
 
 def test_bad_prompts_are_refused(llama):
     drafter = make_drafter(llama)
-    with pytest.raises(ValueError, match="one sequence at a time"):
-        drafted(llama, drafter, prompt_of(5).expand(2, -1))
     with pytest.raises(ValueError, match="limit is 512"):
         drafted(llama, drafter, prompt_of(513))
     with pytest.raises(ValueError, match="empty"):
