@@ -221,3 +221,21 @@ def test_long_prompts_are_read_in_pieces_by_both_kinds_of_drafter(monkeypatch, k
     if kind == "backbone":  # its first slot has no features, and its columns are counted from there
         monkeypatch.setattr(Script, "row", lambda self, row, length, depths: torch.zeros(depths, VOCAB))
     assert torch.equal(drafted(target, drafter, ids, **options), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("plan", [PLANS[0], PLANS[1]], ids=["right", "wrong"])
+def test_a_batch_drafts_as_much_as_pays(monkeypatch, name, plan):
+    """A drafter that is wrong is asked ever more rarely; what it has not read by then it reads at once."""
+    target = make_target(name)
+    ids, options = batch_of([4, 9, 2])
+    options["max_new_tokens"] = 40
+    expected = plain(target, ids, **options)
+    script = Script(monkeypatch, expected, options["attention_mask"], plans=[plan])
+    settings = {"draft_tree": "auto", "draft_costs": {"rows": [1, 8], "target": [1.0, 1.1], "draft": 0.2}}
+    out = drafted(target, make_drafter(target), ids, return_dict_in_generate=True, **options, **settings)
+    assert torch.equal(out.sequences, expected)
+    if plan is PLANS[0]:
+        assert out.stats.tau > 3 and len(script.drafts) >= len(script.batches) - 1
+    else:
+        assert out.stats.tau == 1 and 2 <= len(script.drafts) < len(script.batches) / 4
