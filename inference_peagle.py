@@ -33,7 +33,7 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parent
 # Options of `speculative_generate` that plain decoding does not take, or takes for another way of drafting.
-DRAFTING = ("num_assistant_tokens", "draft_tree", "prompt_lookup_num_tokens")
+DRAFTING = ("num_assistant_tokens", "draft_tree", "draft_costs", "prompt_lookup_num_tokens")
 # A token that stands for one byte. Tokenizers decode a run of them as a whole, either to text or each to a `\ufffd`.
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -47,7 +47,8 @@ class Generation:
     stats ([`DecodingStats`]): What happened in each round; the properties here come from it.
     speedup (`float`, *optional*): Tokens per second, drafted over plain, both of one whole call with reading the prompt;
         None unless it was compared. The drafted call comes first, so that what only a first call costs counts against it.
-    identical (`bool`, *optional*): Whether plain decoding gave the same tokens; None unless it was compared.
+    identical (`bool`, *optional*): Whether plain decoding gave the same tokens; None unless compared, and where they are
+        sampled.
     """
 
     text: str
@@ -227,9 +228,8 @@ class PEAGLEInference:
             max_tokens (`int`): New tokens at most.
             temperature (`float`): 0 for the most probable token each time; above it, tokens are sampled.
             draft_tree (`int` or `list[tuple[int, ...]]`, *optional*): See [`speculative_generate`].
-            compare (`bool`): Decode plainly as well, from the same random state, for `speedup` and `identical`. It is one
-                run each beside whatever else the machine does: for a measurement take `evaluate_peagle.py`. Where tokens are
-                sampled, no other thread may draw random numbers meanwhile.
+            compare (`bool`): Decode plainly as well, for `speedup` and, greedily, `identical`. It is one run each beside
+                whatever else the machine does: for a measurement take `evaluate_peagle.py`.
             options: Any other of `generate`, such as `top_p`, `stop_strings` or `prompt_lookup_num_tokens`.
 
         Raises:
@@ -241,13 +241,13 @@ class PEAGLEInference:
             return self._decode(call, DecodingStats())
         plain_call = {name: value for name, value in call.items() if name not in DRAFTING}
         start = time.perf_counter()
-        with torch.random.fork_rng([self.target.device] if self.target.device.type == "cuda" else []):
-            result = self._decode(call, DecodingStats())
+        result = self._decode(call, DecodingStats())
         middle = time.perf_counter()
         tokens = new_tokens(self.target.generate(**plain_call), call)
         end = time.perf_counter()
         result.speedup = (len(result.tokens) / (middle - start)) / (len(tokens) / (end - middle))
-        result.identical = result.tokens == tokens
+        if not call["do_sample"]:  # two samples of one law need not be the same
+            result.identical = result.tokens == tokens
         return result
 
     def stream(
