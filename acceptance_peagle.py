@@ -91,7 +91,9 @@ class LearningCurve(TrainerCallback):
     """Keeps `learning_curve.csv` and `learning_curve.png` in the output folder: tau against training tokens."""
 
     def on_evaluate(self, args, state, control, **kwargs):
-        rows = [entry for entry in state.log_history if "eval_tau" in entry]
+        # The last evaluation is of the drafter that is kept, whose step may have been another.
+        rows = {entry["step"]: entry for entry in reversed(state.log_history) if "eval_tau" in entry}
+        rows = [rows[step] for step in sorted(rows)]
         if not state.is_world_process_zero or not rows:
             return
         names = list(dict.fromkeys(name for row in rows for name in row if name.startswith("eval_")))

@@ -75,6 +75,7 @@ class EvaluationArguments:
     target: str | None = HfArg(default=None, help="Folder or Hub id of the target; SmolLM2-135M-Instruct if unset.")
     prompts: str = HfArg(default=str(ROOT / "data/prompts.jsonl"), help="JSON Lines: messages, prompt or turns each.")
     held_out_file: str | None = HfArg(default=None, help="In place of --prompts: what train_peagle.py held out of it.")
+    eval_fraction: float = HfArg(default=0.05, help="The share of --held_out_file that training held out.")
     num_prompts: int | None = HfArg(default=None, help="Use the first so many prompts; all if unset.")
     per_category: int | None = HfArg(default=None, help="Use the first so many of each category; all if unset.")
     max_new_tokens: int = HfArg(default=128, help="Longest answer, in tokens.")
@@ -378,7 +379,9 @@ def main(argv: list[str] | None = None) -> int:
         Path(args.output).touch()  # what cannot be written should fail before the measurement
     drafter = load_drafter(args.drafter)
     target, tokenizer = load_target(args.target, dtype=args.dtype)
-    prompts = load_prompts(args.prompts, args.held_out_file, tokenizer, target, args.num_prompts, args.per_category)
+    prompts = load_prompts(
+        args.prompts, args.held_out_file, tokenizer, target, args.num_prompts, args.per_category, args.eval_fraction
+    )
     report = evaluate(target, tokenizer, drafter, prompts, args)
     print_table(report)
     if args.output:

@@ -366,8 +366,7 @@ class Drafter:
                 f"The weights in {pretrained_model_name_or_path} are damaged ({error}). The file is probably truncated: "
                 "download or copy it again."
             ) from error
-        if apart := {name for name in info["missing_keys"] if name.startswith("markov_head.")}:
-            info["missing_keys"] -= apart
+        if model._markov_head_is_apart:
             model._load_markov_head(pretrained_model_name_or_path, kwargs)
         faults = {
             "missing": info["missing_keys"],
@@ -387,6 +386,13 @@ class Drafter:
                 f"{model.config.vocab_size}. Download or copy the weights again."
             )
         return (model, info) if output_loading_info else model
+
+    def _adjust_missing_and_unexpected_keys(self, loading_info):
+        super()._adjust_missing_and_unexpected_keys(loading_info)
+        # What is in a file of its own is not to be reported as missing.
+        apart = {name for name in loading_info.missing_keys if name.startswith("markov_head.")}
+        loading_info.missing_keys -= apart
+        self._markov_head_is_apart = bool(apart)
 
     def _load_markov_head(self, folder, kwargs: dict):
         """From the file of its own in a folder or a repository of the Hub, with the options of `from_pretrained`."""

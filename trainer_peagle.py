@@ -123,6 +123,10 @@ class PEagleTrainer(Trainer):
             self.embedding = signals.target.get_input_embeddings().weight
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
 
+    def _save(self, output_dir=None, state_dict=None):
+        # Named, the state is written in one file, a Markov head too: the Trainer reads no other when it goes on or takes the best.
+        super()._save(output_dir, self.model.state_dict() if state_dict is None else state_dict)
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         model.train()
         inputs = self._prepare_inputs(inputs)

@@ -25,6 +25,7 @@ import torch  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
+from arguments_peagle import PEagleArguments  # noqa: E402
 from configuration_peagle import PEagleConfig, default_layer_ids  # noqa: E402
 from data.collator import PackingCollator  # noqa: E402
 from data.extract_features import extract_features  # noqa: E402
@@ -33,7 +34,7 @@ from data.sequence_packing import load_blocks, pack_conversations  # noqa: E402
 from environment_peagle import environment  # noqa: E402
 from modeling_peagle import PEagleModel  # noqa: E402
 from target_peagle import load_target  # noqa: E402
-from train_peagle import PEagleArguments, freeze  # noqa: E402
+from train_peagle import freeze  # noqa: E402
 from trainer_peagle import PEagleTrainer, TargetSignals  # noqa: E402
 
 

@@ -9,6 +9,9 @@ from data.windows import Report, read_windows
 from target_peagle import stop_token_ids
 
 
+MAX_SEQ_LEN = 512  # of the windows, whose first holds the prompt
+
+
 def read_prompts(path, tokenizer) -> list[dict]:
     """Prompts with `id` (str), `category` (str) and `input_ids` (list[int]), from JSON Lines.
 
@@ -37,11 +40,9 @@ def read_prompts(path, tokenizer) -> list[dict]:
     return prompts
 
 
-def held_out_prompts(path, tokenizer, target) -> list[dict]:
+def held_out_prompts(path, tokenizer, target, eval_fraction: float) -> list[dict]:
     """The prompts of the conversations that train_peagle.py holds out of `path`; see [`read_prompts`]."""
-    from train_peagle import PEagleArguments  # its defaults decide the split; the import takes seconds
-
-    split = {"max_seq_len": PEagleArguments.max_seq_len, "eval_fraction": PEagleArguments.eval_fraction}
+    split = {"max_seq_len": MAX_SEQ_LEN, "eval_fraction": eval_fraction}
     split["stop_token_ids"] = stop_token_ids(target.generation_config)
     chats = read_windows(read_rows(path), tokenizer, Report(), {}, **split)
     held_out = [windows[0] for _, side, windows in chats if side == "eval" and windows[0]["loss_mask"].any()]
@@ -50,14 +51,24 @@ def held_out_prompts(path, tokenizer, target) -> list[dict]:
 
 
 def load_prompts(
-    path, held_out_file, tokenizer, target, num_prompts: int | None = None, per_category: int | None = None
+    path,
+    held_out_file,
+    tokenizer,
+    target,
+    num_prompts: int | None = None,
+    per_category: int | None = None,
+    eval_fraction: float = 0.05,
 ) -> list[dict]:
     """The prompts of `path` or, if that is given, of `held_out_file`; see [`read_prompts`] and [`held_out_prompts`].
 
     Keeps the first `per_category` of each category, in the file's order, and of those the first `num_prompts`. Raises
     ValueError where none is left.
     """
-    prompts = held_out_prompts(held_out_file, tokenizer, target) if held_out_file else read_prompts(path, tokenizer)
+    prompts = (
+        held_out_prompts(held_out_file, tokenizer, target, eval_fraction)
+        if held_out_file
+        else read_prompts(path, tokenizer)
+    )
     seen, kept = Counter(), []
     for prompt in prompts:
         seen[prompt["category"]] += 1

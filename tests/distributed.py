@@ -12,9 +12,9 @@ from conftest import ROOT
 from test_training import BLOCKS, UNSUPERVISED, block, build_drafter, build_target, build_trainer, document
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from trl import TrlParser
 
-from train_peagle import PEagleArguments, main
+from arguments_peagle import parse_arguments
+from train_peagle import main
 
 
 def train(folder: Path, blocks_per_step: int):
@@ -63,8 +63,7 @@ def command(configuration: str, arguments: list[str]):
         os.environ.update(settings | {"ACCELERATE_USE_FSDP": "true"})
         AcceleratorState.__init__ = spread
     sys.argv[1:] = arguments
-    (arguments,) = TrlParser(PEagleArguments).parse_args_and_config()
-    main(arguments)
+    main(parse_arguments())
 
 
 if __name__ == "__main__":

@@ -25,10 +25,11 @@ from test_training import (
     state,
 )
 
+from arguments_peagle import PEagleArguments
 from configuration_peagle import PEagleBackboneConfig
 from lora_peagle import add_lora, merge_lora
 from modeling_peagle_backbone import PEagleBackboneModel
-from train_peagle import PEagleArguments, freeze, main
+from train_peagle import freeze, main
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,13 @@ from feature_helpers import FLOAT32, LAYERS, LONGEST, assert_same, contents, mak
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from arguments_peagle import PEagleArguments
 from data.collator import PackingCollator, packed_row
 from data.extract_features import extract_features, main
 from data.feature_plan import parse_size
 from data.feature_shards import FeatureShards
 from data.sequence_packing import load_blocks
 from data.target_signals import check_isolation, target_signals
-from train_peagle import PEagleArguments
 from trainer_peagle import PEagleTrainer, TargetSignals
 
 

@@ -81,7 +81,7 @@ def test_held_out_prompts_are_those_of_training(tmp_path, tokenizer, target):
     path = write(tmp_path, *rows)
     split = {"max_seq_len": 512, "eval_fraction": 0.05}
     blocks, report = pack_file(path, tokenizer, **split, progress=False)
-    prompts = held_out_prompts(path, tokenizer, target)
+    prompts = held_out_prompts(path, tokenizer, target, 0.05)
     assert 0 < len(prompts) == report.counts["eval"] < 20
     held_out = tokenizer.decode([i for block in blocks["eval"] for i in block["input_ids"]])
     trained = tokenizer.decode([i for block in blocks["train"] for i in block["input_ids"]])

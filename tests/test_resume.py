@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT
 from safetensors.torch import load_file
-from test_training import BLOCKS, build_target, build_trainer, changed, losses, state
+from test_training import BLOCKS, build_drafter, build_target, build_trainer, changed, losses, state
 
 from train_peagle import checkpoint_to_resume, is_whole
 
@@ -32,23 +32,39 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("cod_ratio", [1.0, 0.5])
-def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(target, tmp_path, cod_ratio):
-    options = OPTIONS | {"cod_ratio": cod_ratio, "save_steps": 3}
-    straight, resumed = (build_trainer(target, BLOCKS, tmp_path / name, **options) for name in ("one", "two"))
+@pytest.mark.parametrize(("cod_ratio", "markov_rank"), [(1.0, 0), (0.5, 0), (0.5, 4)])
+def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(target, tmp_path, cod_ratio, markov_rank):
+    def trainer(name):
+        drafter = build_drafter(target, markov_rank=markov_rank)
+        return build_trainer(target, BLOCKS, tmp_path / name, drafter=drafter, cod_ratio=cod_ratio, **options)
+
+    options = OPTIONS | {"save_steps": 3}
+    straight, resumed = trainer("one"), trainer("two")
     straight.train()
     middle = load_file(tmp_path / "one/checkpoint-3/model.safetensors")
+    assert middle.keys() == state(straight).keys()
     resumed.train(resume_from_checkpoint=str(tmp_path / "one/checkpoint-3"))
     assert changed(middle, state(straight))
     assert losses(resumed) == losses(straight)
     assert changed(state(straight), state(resumed)) == set()
 
 
+def test_the_best_checkpoint_is_kept_whole(target, tmp_path):
+    drafter = build_drafter(target, markov_rank=4)
+    trainer = build_trainer(target, BLOCKS, tmp_path, drafter=drafter, **OPTIONS | {"save_steps": 3})
+    trainer.train()
+    best = load_file(tmp_path / "checkpoint-3/model.safetensors")
+    assert {name for name in changed(best, state(trainer)) if name.startswith("markov_head.")}
+    trainer.state.best_model_checkpoint = str(tmp_path / "checkpoint-3")
+    trainer._load_best_model()
+    assert changed(best, state(trainer)) == set()
+
+
 KILLED = """
 import os, signal, sys
 from transformers.trainer_callback import TrainerState
 from test_resume import OPTIONS
-from test_training import BLOCKS, build_target, build_trainer
+from test_training import BLOCKS, build_drafter, build_target, build_trainer
 
 def die(state, path):
     with open(path, "w") as file:

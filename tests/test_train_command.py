@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from test_distributed import launch as launch_processes
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
+from arguments_peagle import PEagleArguments, parse_arguments
 from data.extract_features import extract_features
 from data.sequence_packing import pack_conversations
 from target_peagle import load_target
-from train_peagle import PEagleArguments, main
+from train_peagle import main
 from trainer_peagle import PEagleTrainer
 
 
@@ -175,6 +176,19 @@ def test_stored_signals_train_the_drafter_that_the_target_itself_would(workplace
     main(arguments_for(workplace, tmp_path / "shuffled", **options, feature_dir=str(features), shard_cache_size=1))
     shuffled = load_file(tmp_path / "shuffled/checkpoint-8/model.safetensors")
     assert not torch.allclose(shuffled["fc.weight"], weights[0]["fc.weight"], atol=1e-5)
+
+
+def test_a_recipe_takes_every_name_that_the_command_line_takes(tmp_path, monkeypatch):
+    def parse(text, *arguments):
+        (tmp_path / "recipe.yaml").write_text(f"train_file: chats.jsonl\nuse_cpu: true\n{text}")
+        monkeypatch.setattr(sys, "argv", ["train_peagle.py", "--config", str(tmp_path / "recipe.yaml"), *arguments])
+        return parse_arguments()
+
+    args = parse("batch_size: 3\nnum_epochs: 2\nsave_every: 7\nlearning_rate: 0.002\n", "--save_every", "9")
+    assert (args.per_device_train_batch_size, args.num_train_epochs, args.save_steps) == (3, 2, 9)
+    assert args.learning_rate == 0.002 and args.eval_steps == 9
+    with pytest.raises(ValueError, match="sets segment_lenght, which no option is called"):
+        parse("segment_lenght: 64\n")
 
 
 @pytest.mark.slow

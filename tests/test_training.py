@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from arguments_peagle import PEagleArguments
 from configuration_peagle import PEagleConfig
 from data.collator import PackingCollator
 from modeling_peagle import PEagleModel
-from train_peagle import PEagleArguments, freeze
+from train_peagle import freeze
 from trainer_peagle import PEagleTrainer, TargetSignals
 
 
@@ -61,7 +62,7 @@ def block(*documents):
     }
 
 
-def build_drafter(target, draft_ids=DRAFT_IDS, embeddings="borrowed"):
+def build_drafter(target, draft_ids=DRAFT_IDS, embeddings="borrowed", **fields):
     config = PEagleConfig.for_target(
         target,
         SimpleNamespace(get_vocab=lambda: {"a": 0}),
@@ -70,6 +71,7 @@ def build_drafter(target, draft_ids=DRAFT_IDS, embeddings="borrowed"):
         num_depths=DEPTHS,
         speculation_depth=DEPTHS,
         own_embeddings=embeddings != "borrowed",
+        **fields,
     )
     torch.manual_seed(1)
     drafter = PEagleModel.from_target(target, config, draft_ids)
