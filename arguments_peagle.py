@@ -146,6 +146,22 @@ class PEagleArguments(TrainingArguments):
                 f"--embeddings {self.embeddings}: with --drafter_model{' and --use_lora' if self.use_lora else ''} choose "
                 f"{' or '.join(possible)}."
             )
+        least = {
+            "markov_rank": 0,
+            "num_depths": 1,
+            "num_layers": 1,
+            "lora_rank": 1,
+            "lora_alpha": 1,
+            "eval_prompts": 0,
+        }
+        least |= {"shard_cache_size": 1, "draft_vocab_size": 0, "feature_noise": 0.0, "max_anchors": 1}
+        for name, value in least.items():
+            if getattr(self, name) is not None and not value <= getattr(self, name) < float("inf"):  # NaN as well
+                raise ValueError(f"--{name} is {getattr(self, name)}; it has to be at least {value}.")
+        if self.dataloader_persistent_workers:
+            raise ValueError(
+                "--dataloader_persistent_workers must stay false: kept workers would not learn of a new epoch."
+            )
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval_fraction is {self.eval_fraction}; choose from 0 (hold nothing out) to below 1.")
         if self.segment_length < 2:  # the first token of a text may have no slot

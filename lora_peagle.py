@@ -19,7 +19,7 @@ def add_lora(drafter: PEagleBackboneModel, rank: int, alpha: int, target_modules
     """
     names = target_modules
     if target_modules != "all-linear":
-        names = target_modules.split(",")
+        names = [name.strip() for name in target_modules.split(",")]
         linear = {
             path.rsplit(".")[-1] for path, part in drafter.backbone.named_modules() if isinstance(part, nn.Linear)
         }

@@ -8,6 +8,7 @@ that it learns; the drafter learns all depths of all sampled slots in one forwar
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from datetime import timedelta
@@ -15,8 +16,13 @@ from itertools import islice
 
 import psutil
 import torch
+import yaml
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import set_seed, sort_checkpoints
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from acceptance_peagle import Calibration, prompts_of
 from arguments_peagle import PEagleArguments, parse_arguments
@@ -124,10 +130,21 @@ def checkpoint_to_resume(args: PEagleArguments, config: DrafterConfig) -> str | 
     return path
 
 
+def check_draft_vocabulary(checkpoint: str, drafter: Drafter):
+    """Refuse to go on with a drafter of other draft tokens: the head's rows and the labels would not belong together."""
+    if drafter.config.draft_vocab_size < drafter.config.vocab_size:
+        with safe_open(os.path.join(checkpoint, SAFE_WEIGHTS_NAME), "pt") as file:
+            if not torch.equal(file.get_tensor("d2t"), drafter.d2t.cpu()):
+                raise ValueError(
+                    f"--resume: the draft vocabulary of {checkpoint} is not that of this data, whose most frequent tokens are "
+                    "others. Go on with the data, --eval_fraction and --max_seq_len that the run began with."
+                )
+
+
 def cost(trainer: PEagleTrainer, tokens: int) -> str:
     """What training will take, in words, from one measured step. `tokens` is what an epoch reads."""
     args, batches = trainer.args, trainer.get_train_dataloader()
-    updates = max(len(batches) // args.gradient_accumulation_steps, 1)
+    updates = math.ceil(len(batches) / args.gradient_accumulation_steps)
     updates = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
     forwards = updates * args.gradient_accumulation_steps
     with torch.random.fork_rng():
@@ -153,14 +170,37 @@ def cost(trainer: PEagleTrainer, tokens: int) -> str:
         signals = "kept in memory"
     whole = sum(parameter.numel() for parameter in parameters)
     disk = checkpoints * (4 * whole + 8 * trained)  # float32, and AdamW's two moments
+    folder = os.path.abspath(args.output_dir)
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free
+    if disk > free:
+        raise ValueError(
+            f"The checkpoints need {disk / 1e9:.2f} GB, but on the disk of {args.output_dir} only {free / 1e9:.2f} GB are free: "
+            "make room, or lower --save_total_limit."
+        )
     flops = 6 * whole * slots * forwards
     return (
         f"{tokens:,} tokens an epoch, the target's outputs {signals}; {trained:,} trained parameters\n"
         f"{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,} tokens and "
         f"{slots:,} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds[-1] * forwards))} "
         f"at {seconds[-1]:.2f} s a batch, without evaluations\n"
-        f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB on the disk for {checkpoints} checkpoints"
+        f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB on the disk for {checkpoints} checkpoint{'s' * (checkpoints > 1)}"
     )
+
+
+def train_on(trainer: PEagleTrainer, checkpoint: str | None):
+    """Trains, from a checkpoint if there is one. Of a run that has all its steps the Trainer would take one more."""
+    if checkpoint is not None:
+        state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        if 0 < trainer.args.max_steps <= state.global_step:
+            print(f"{checkpoint} has all of its {state.global_step} steps; it is only evaluated and saved")
+            trainer.state = state
+            trainer._load_from_checkpoint(checkpoint)
+            if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
+                trainer._load_best_model()
+            return
+    trainer.train(resume_from_checkpoint=checkpoint)
 
 
 def main(args: PEagleArguments):
@@ -179,6 +219,10 @@ def main(args: PEagleArguments):
     train, held_out = blocks["train"], blocks["eval"]
     print("a sample, supervised tokens in brackets:", first_sample(texts_of(train), tokenizer), sep="\n")
     seen, supervised = count_tokens(texts_of(train), target.get_input_embeddings().weight.shape[0])
+    if not supervised.any():
+        raise ValueError(
+            "Nothing is supervised: no conversation has an answer of the assistant in its loss mask, so there is nothing to learn."
+        )
     draft_ids = None
     if args.draft_vocab_size >= len(seen):  # all of it
         args.draft_vocab_size = 0
@@ -215,12 +259,14 @@ def main(args: PEagleArguments):
             "devices, and --dataloader_drop_last drops what does not: lower --batch_size or leave it false."
         )
     checkpoint = checkpoint_to_resume(args, config)
+    if checkpoint is not None:
+        check_draft_vocabulary(checkpoint, drafter)
     expected = cost(trainer, int(seen.sum()))
     if args.process_index == 0:
         print(expected)
         if sys.stdin.isatty() and not args.yes and input("start? [Y/n] ").strip().lower() not in ("", "y", "yes"):
             raise KeyboardInterrupt
-    trainer.train(resume_from_checkpoint=checkpoint)
+    train_on(trainer, checkpoint)
     if len(held_out):
         trainer.calibration = Calibration(config)
         metrics = trainer.evaluate()
@@ -254,7 +300,7 @@ def main(args: PEagleArguments):
 if __name__ == "__main__":
     try:
         main(parse_arguments())
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, StrictDataclassError, SafetensorError, yaml.YAMLError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted: go on with --resume")

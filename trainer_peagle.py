@@ -131,6 +131,11 @@ class PEagleTrainer(Trainer):
         model.train()
         inputs = self._prepare_inputs(inputs)
         loss = self._loss(model, inputs, num_items_in_batch, self.accelerator.backward)
+        if not loss.isfinite():
+            raise ValueError(
+                f"The loss is no longer finite at step {self.state.global_step}: training has diverged. Go on with --resume from "
+                "an earlier checkpoint and a lower --learning_rate."
+            )
         if num_items_in_batch is not None and num_items_in_batch == 0:
             # Without gradients the optimizer leaves the parameters alone; with zeros it would decay and drift on.
             model.zero_grad(set_to_none=True)

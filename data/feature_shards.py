@@ -150,7 +150,7 @@ class FeatureShards(Dataset):
             size, right = (self.folder / name).stat().st_size, self.manifest["files"][name]["bytes"]
             if size != right:
                 raise ValueError(f"{self.folder / name} has {size:,} bytes instead of {right:,}: {AGAIN}")
-        self._open = OrderedDict()
+        self._open, self._whole = OrderedDict(), set()
 
     def __len__(self) -> int:
         return self.blocks
@@ -183,6 +183,10 @@ class FeatureShards(Dataset):
             path = self.folder / self.names[number]
             try:
                 shard = safe_open(path, "pt")
+                # Once, as it reads all of it: what is read is what was written.
+                if number not in self._whole and inspect_shard(path, {}) is None:
+                    raise ValueError(f"{path} is damaged: {AGAIN}")
+                self._whole.add(number)
                 self._open[number] = shard, shard.get_tensor("cu_seqlens"), shard.get_tensor("block_offsets")
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{path} is missing: {AGAIN}") from error

@@ -193,6 +193,11 @@ def test_missing_and_damaged_shards_are_named(features, tmp_path):
         FeatureShards(output)
     with pytest.raises(ValueError, match=f"{last.name} is damaged"):
         dataset[9]
+    flipped = bytearray((features / last.name).read_bytes())
+    flipped[-100] ^= 1
+    last.write_bytes(flipped)
+    with pytest.raises(ValueError, match=f"{last.name} is damaged"):
+        FeatureShards(output)[9]
     last.unlink()
     for read in (lambda: FeatureShards(output), lambda: dataset[9]):
         with pytest.raises(FileNotFoundError, match=f"{last.name} is missing"):

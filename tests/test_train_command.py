@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from test_distributed import launch as launch_processes
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
+import train_peagle
 from arguments_peagle import PEagleArguments, parse_arguments
 from data.extract_features import extract_features
 from data.sequence_packing import pack_conversations
@@ -113,6 +114,12 @@ def test_a_file_of_which_nothing_is_held_out_trains(workplace, tmp_path):
         ({"cod_floor": 1.5}, "--cod_floor 1.5"),
         ({"remove_unused_columns": True}, "--remove_unused_columns"),
         ({"neftune_noise_alpha": 5}, "--neftune_noise_alpha"),
+        ({"train_file": "a", "feature_dir": "b"}, "only one of them"),
+        ({"num_depths": 2}, "--speculation_depth is 4, but --num_depths trains 2"),
+        ({"feature_noise": float("nan")}, "--feature_noise is nan"),
+        ({"max_anchors": 0}, "--max_anchors is 0"),
+        ({"markov_rank": -1}, "--markov_rank is -1"),
+        ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "--dataloader_persistent_workers"),
     ],
 )
 def test_wrong_arguments_are_named(tmp_path, arguments, message):
@@ -136,6 +143,19 @@ def test_what_only_the_data_shows_to_be_wrong_is_named(workplace, tmp_path):
     end = workplace[1].eos_token_id
     with pytest.raises(ValueError, match=f"--mask_token_id {end} occurs in the chats"):
         main(arguments_for(workplace, tmp_path, mask_token_id=end))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="Nothing is supervised"):
+        read = train_peagle.read_blocks
+
+        def silent(*args):
+            return {
+                side: blocks.map(lambda block: {"loss_mask": [0] * len(block["input_ids"])})
+                for side, blocks in read(*args).items()
+            }
+
+        patch.setattr(train_peagle, "read_blocks", silent)
+        main(arguments_for(workplace, tmp_path))
+    with pytest.raises(ValueError, match="no longer finite at step"):
+        main(arguments_for(workplace, tmp_path / "wild", learning_rate=1e30, max_steps=9, warmup_steps=0))
     with pytest.raises(ValueError, match="--dataloader_drop_last"):
         main(arguments_for(workplace, tmp_path, per_device_train_batch_size=99, dataloader_drop_last=True))
 
@@ -149,6 +169,23 @@ def test_training_is_resumed_only_with_the_same_drafter(workplace, tmp_path):
     main(arguments_for(workplace, tmp_path, resume_from_checkpoint="true", max_steps=2))
     state = json.loads((tmp_path / "checkpoint-2/trainer_state.json").read_text())
     assert state["global_step"] == 2
+    other = tmp_path / "other.jsonl"
+    rows = [json.loads(row) for row in (workplace[0] / "chats.jsonl").read_text().splitlines()[:24]]
+    for row in rows:
+        row["messages"][-1]["content"] = "mmm nnn ooo ppp"
+    other.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="the draft vocabulary of .*checkpoint-2 is not that of this data"):
+        main(arguments_for(workplace, tmp_path, resume_from_checkpoint="true", train_file=str(other), max_steps=3))
+
+
+def test_a_run_that_has_all_its_steps_is_only_saved(workplace, tmp_path):
+    main(arguments_for(workplace, tmp_path, max_steps=2, eval_fraction=0.2))
+    saved = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    main(arguments_for(workplace, tmp_path, max_steps=2, eval_fraction=0.2, resume_from_checkpoint="true"))
+    again = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
+    assert not (tmp_path / "checkpoint-3").exists()
 
 
 def test_stored_signals_train_the_drafter_that_the_target_itself_would(workplace, tmp_path):

@@ -326,7 +326,7 @@ def by_heart(tmp_path_factory):
 def decode(sample):
     with sample.drafter.attach(sample.target) as target:
         options = {"assistant_model": sample.drafter, "return_dict_in_generate": True, "do_sample": False}
-        output = target.generate(sample.prompt, max_new_tokens=40, **options)
+        output = target.generate(sample.prompt, max_new_tokens=40, num_assistant_tokens=DEPTHS, **options)
     counts = [output.stats.depth_counts(depth) for depth in range(DEPTHS)]
     return output.sequences, [kept / tried for kept, tried in counts]
 
