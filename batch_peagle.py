@@ -219,21 +219,8 @@ def draft_rows(drafter, input_ids, features, num_tokens: int, cache: BatchCache,
     return output.logits
 
 
-class EveryRow:
-    """A processor or criteria that may tell rows by their number, asked as if every row of the batch were this one."""
-
-    def __init__(self, asked, row: int, batch: int):
-        self.asked, self.row, self.batch = asked, row, batch
-
-    def __call__(self, input_ids, scores):
-        scores = None if scores is None else scores.repeat(self.batch, 1)
-        return self.asked(input_ids.expand(self.batch, -1), scores)[self.row : self.row + 1]
-
-
 def of_row(processor, row: int, batch: int):
     """The processor that does to one row alone what `processor` does to it in the batch."""
-    if type(processor).__module__ != logits_process.__name__:  # one of the user's own
-        return EveryRow(processor, row, batch)
     own = copy.copy(processor)
     match processor:
         case logits_process.RepetitionPenaltyLogitsProcessor(prompt_ignore_length=torch.Tensor() as ignored):
@@ -256,6 +243,8 @@ def check_batch(model, input_ids, logits_processor, stopping_criteria, generatio
     known = ("attention_mask", "position_ids", "token_type_ids", "pixel_values")
     unknown = [name for name, value in model_kwargs.items() if isinstance(value, torch.Tensor) and name not in known]
     stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
+    theirs = (logits_process.__name__, MaxLengthCriteria.__module__)
+    own = [each for each in (*logits_processor, *stopping_criteria) if type(each).__module__ not in theirs]
     stops = [type(criterion).__name__ for criterion in stopping_criteria if type(criterion) is not MaxLengthCriteria]
     problems = {
         "The positions of a token are several: decode one prompt at a time.": model_kwargs["position_ids"].dim() != 2,
@@ -276,6 +265,8 @@ def check_batch(model, input_ids, logits_processor, stopping_criteria, generatio
         ),
         f"{', '.join(stateful)} counts the steps of the whole batch, whose rows advance independently here: decode one prompt "
         "at a time.": stateful,
+        f"{', '.join(type(each).__name__ for each in own)} is not of transformers and may count its calls or look at other rows, "
+        "which advance independently here: decode one prompt at a time.": own,
         f"Without an EOS token, plain decoding goes on with a finished row until all are, which {', '.join(stops)} asks for: "
         "set eos_token_id, or decode one prompt at a time.": (
             stops and not any(isinstance(criterion, EosTokenCriteria) for criterion in stopping_criteria)
@@ -314,7 +305,7 @@ def decode_batch(
         Continuation(
             input_ids[row : row + 1],
             LogitsProcessorList(of_row(processor, row, batch) for processor in logits_processor),
-            EveryRow(stopping_criteria, row, batch),
+            stopping_criteria,
             generation_config,
             None,
             stats.origins,

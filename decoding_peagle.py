@@ -35,11 +35,11 @@ from transformers.generation import (
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
     from .sizing_peagle import Costs, Sizer, costs_of
-    from .tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
+    from .tree_peagle import DraftTree, NoLaw, best_first, candidates, prompt_lookup, static_tree, with_branch
     from .verification_peagle import Continuation, check_cache, check_target, keep_path, spread, verifies_trees
 except ImportError:
     from sizing_peagle import Costs, Sizer, costs_of
-    from tree_peagle import DraftTree, best_first, candidates, prompt_lookup, static_tree, with_branch
+    from tree_peagle import DraftTree, NoLaw, best_first, candidates, prompt_lookup, static_tree, with_branch
     from verification_peagle import Continuation, check_cache, check_target, keep_path, spread, verifies_trees
 
 
@@ -200,7 +200,9 @@ def settle(
     if shape == "auto":
         known = (costs or costs_of(model, drafter)).of_batch(len(input_ids))
         sizer = Sizer(known, num_tokens, clocked=costs is None)
-        return sizer.most if trees else [(0,) * depth for depth in range(1, num_tokens + 1)], sizer, None
+        if trees or not sizer.most:
+            return sizer.most, sizer, None
+        return [(0,) * depth for depth in range(1, num_tokens + 1)], sizer, None
     if not generation_config.do_sample or shape is not None or lookup:
         return shape, None, None
     return shape, None, LogitsProcessorList(each for each in logits_processor if type(each) in WARPERS)
@@ -236,13 +238,16 @@ def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape, w
         return DraftTree.chain(draft_ids[drafter.choose(logits)].tolist())
     transition = drafter.markov_head.between if drafter.config.markov_rank else None
     law = {"temperatures": drafter.config.draft_temperatures, "transition": transition}
-    if isinstance(shape, int):
-        return best_first(candidates(logits, shape, draft_ids, **law), shape)
-    paths = [path for path in shape if len(path) <= len(logits)]
-    ranks = max((rank for path in paths for rank in path), default=0) + 1
-    if transition is not None:
-        ranks = max(ranks, RERANKED)
-    return static_tree(paths, candidates(logits, ranks, draft_ids, **law))
+    try:
+        if isinstance(shape, int):
+            return best_first(candidates(logits, shape, draft_ids, **law), shape)
+        paths = [path for path in shape if len(path) <= len(logits)]
+        ranks = max((rank for path in paths for rank in path), default=0) + 1
+        if transition is not None:
+            ranks = max(ranks, RERANKED)
+        return static_tree(paths, candidates(logits, ranks, draft_ids, **law))
+    except NoLaw:  # a drafter that overflowed drafts nothing; the target decodes on
+        return DraftTree.chain([])
 
 
 def with_lookup(tree: DraftTree, text: Continuation, num_tokens: int, shape) -> DraftTree:

@@ -48,7 +48,7 @@ def speculative_generate(
     is the function to go through, the target's own method if unset.
 
     With `do_sample` the output has the law of plain sampling. With a `draft_tree`, a list of one path included, and with
-    `prompt_lookup_num_tokens` the same seed also gives the same tokens; a chain is drawn from the drafter's own law, which
+    `prompt_lookup_num_tokens` the same seed also gives one prompt the same tokens; a chain is drawn from the drafter's own law, which
     keeps more drafts and uses the random numbers otherwise.
 
     Args:
@@ -98,8 +98,13 @@ def speculative_generate(
             f"draft_tree is {draft_tree!r}: pass how many tokens to draft per round, a list of paths such as "
             '[(0,), (1,), (0, 0)], or "auto".'
         )
-    if isinstance(draft_costs, dict):
-        draft_costs = Costs(**draft_costs)
+    if draft_costs is not None and not isinstance(draft_costs, Costs):
+        try:
+            draft_costs = Costs(**draft_costs)
+        except (TypeError, IndexError) as error:
+            raise ValueError(
+                f'draft_costs is {draft_costs!r}: pass seconds such as {{"rows": [1, 8], "target": [0.05, 0.06], "draft": 0.004}}.'
+            ) from error
     for name, fix in (("token_healing", "heal the prompt before"), ("speculation_type", "unset it")):
         value, source = setting(name)
         if value:

@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -99,8 +100,8 @@ class StreamedToken:
 class TokenStream(Iterator):
     """Iterates over [`StreamedToken`]s. At the end `result` is the [`Generation`], before that None."""
 
-    def __init__(self, tokens: Generator[StreamedToken, None, Generation]):
-        self._tokens, self.result = tokens, None
+    def __init__(self, tokens: Generator[StreamedToken, None, Generation], feed: "TokenFeed"):
+        self._tokens, self._feed, self.result = tokens, feed, None
 
     def __next__(self) -> StreamedToken:
         try:
@@ -110,8 +111,14 @@ class TokenStream(Iterator):
             raise
 
     def close(self):
-        """Stops decoding, after the forward that is running. Dropping the stream does the same."""
-        self._tokens.close()
+        """Stops decoding, after the forward that is running; from any thread. Dropping the stream does the same."""
+        self._feed.closed = True
+        with suppress(ValueError):  # another thread is reading: it will find the end
+            self._tokens.close()
+
+
+class StreamClosed(BaseException):
+    """Nobody reads on. No error of decoding, so that no handler there takes it for one."""
 
 
 class TokenFeed(BaseStreamer):
@@ -126,7 +133,7 @@ class TokenFeed(BaseStreamer):
 
     def put(self, value: torch.Tensor):
         if self.closed:
-            raise GeneratorExit
+            raise StreamClosed
         if not self.stats.origins:  # the prompt
             return
         token = value.item()
@@ -263,7 +270,12 @@ class PEAGLEInference:
         The texts of all tokens are that of the whole. For the arguments and errors see [`generate`]; errors in decoding are
         raised where the tokens are read.
         """
-        return TokenStream(self._stream(self._call(prompt, max_tokens, temperature, draft_tree, options)))
+        if not self.tokenizer.is_fast:
+            raise ValueError(
+                f"{type(self.tokenizer).__name__} cannot decode token by token: use a fast tokenizer, or generate."
+            )
+        feed = TokenFeed(self.tokenizer)
+        return TokenStream(self._stream(self._call(prompt, max_tokens, temperature, draft_tree, options), feed), feed)
 
     def chat(
         self, messages: list[dict], tools: list | None = None, stream: bool = False, **options
@@ -324,6 +336,8 @@ class PEAGLEInference:
         rows = self.target.get_input_embeddings().weight.shape[0]
         if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < rows for token in ids):
             raise ValueError(f"The prompt is neither text nor a list of token ids below {rows}; chats go to `chat`.")
+        if refused := sorted({"num_return_sequences", "streamer", "stats"} & options.keys()):
+            raise ValueError(f"The engine does not take {', '.join(refused)}: use target.generate or `stream`.")
         if type(max_tokens) is not int or max_tokens < 1:
             raise ValueError(f"max_tokens is {max_tokens!r}: ask for at least one new token.")
         input_ids = torch.tensor([ids], dtype=torch.long, device=self.target.device)
@@ -345,14 +359,10 @@ class PEAGLEInference:
         tokens = new_tokens(sequences, call)
         return Generation(self.tokenizer.decode(tokens, skip_special_tokens=True), tokens, stats)
 
-    def _stream(self, call: dict) -> Generator[StreamedToken, None, Generation]:
-        feed = TokenFeed(self.tokenizer)
-
+    def _stream(self, call: dict, feed: TokenFeed) -> Generator[StreamedToken, None, Generation]:
         def work():
             try:
                 feed.finish(self._decode(call, feed.stats, feed))
-            except GeneratorExit:
-                pass  # nobody reads on
             except BaseException as error:
                 feed.queue.put(error)
 
@@ -366,6 +376,8 @@ class PEAGLEInference:
         try:
             while isinstance(item := feed.queue.get(), StreamedToken):
                 yield item
+            if isinstance(item, StreamClosed):
+                return None
             if isinstance(item, BaseException):
                 raise item
             return item

@@ -52,8 +52,9 @@ class Costs:
     host: float = 0.0
 
     def __post_init__(self):
-        ascending = list(self.rows) == sorted(set(self.rows)) and self.rows[:1] == [1]
-        if not (ascending and len(self.target) == len(self.rows) and all(seconds > 0 for seconds in self.target)):
+        ascending = list(self.rows) == sorted(set(self.rows)) and list(self.rows[:1]) == [1]
+        times = all(0 < seconds < float("inf") for seconds in self.target)
+        if not (ascending and len(self.target) == len(self.rows) and times):
             raise ValueError(f"Costs need ascending rows from 1 on and a positive time for each, not {self}.")
         if not (self.draft >= 0 and self.host >= 0):
             raise ValueError(f"Costs of the drafter and the host are at least 0, not {self}.")
@@ -160,9 +161,9 @@ class Sizer:
 
     def __init__(self, costs: Costs, depth: int, clocked: bool):
         self.costs, self.clocked = costs, clocked
-        # More rows than cost that many steps cannot pay, as no round emits more than depth + 1 tokens.
-        worth = (depth + 1) * costs.forward(1)
-        self.most = max(nodes for nodes in range(MOST_NODES + 1) if costs.forward(nodes + 1) < worth)
+        # What costs more than the steps that it can save at best cannot pay.
+        step, sizes = costs.forward(1), range(1, MOST_NODES + 1)
+        self.most = max((n for n in sizes if costs.round(n) < (min(n, depth) + 1) * step), default=0)
         self.balance, self.failures, self.run = HEAD_START, 0, 0
         # How many times as long as the costs say the last rounds took, plain ones and drafted ones.
         self.paces = deque(maxlen=SAMPLES), deque(maxlen=SAMPLES)

@@ -106,6 +106,10 @@ class DraftTree:
         return torch.frombuffer(mask, dtype=torch.bool).view(size, size)
 
 
+class NoLaw(ValueError):
+    """The drafter's scores give no distribution."""
+
+
 @dataclass
 class Candidates:
     """What the drafter proposes: C tokens per depth, and their law given the choice at the depth before.
@@ -159,7 +163,7 @@ def candidates(
         transition (`Callable`): From draft-vocabulary indices `(n,)` at one depth and `(m,)` at the next to the bias
             `(n, m)` on the latter's logits (before the temperature).
 
-    ValueError: Logits hold NaN or +inf or exclude every token of a depth; temperatures are too few or not positive.
+    NoLaw: Logits hold NaN or +inf or exclude every token of a depth. ValueError: Temperatures are too few or not positive.
     """
     depths, vocab = logits.shape
     temperatures = [1.0] * depths if temperatures is None else temperatures[:depths]
@@ -186,7 +190,7 @@ def candidates(
     rows = log_probs.tolist()
     rows[0] = rows[0][:1]
     if any(math.isnan(law[0]) for laws in rows for law in laws):
-        raise ValueError("The drafter's logits hold NaN or +inf, or exclude every token of a depth.")
+        raise NoLaw("The drafter's logits hold NaN or +inf, or exclude every token of a depth.")
     return Candidates((indices if draft_ids is None else draft_ids[indices]).tolist(), rows)
 
 

@@ -15,7 +15,7 @@ from conftest import (
     prompt_of,
 )
 from test_generation import letter_tokenizer
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache
 
 
 # Sampling
@@ -70,15 +70,6 @@ def test_sampled_rows_are_independent_and_have_the_law_of_the_target(monkeypatch
 # Processors and criteria
 
 
-class ByRow(LogitsProcessor):
-    """Bans what the row's number and its text say."""
-
-    def __call__(self, input_ids, scores):
-        tokens = torch.arange(scores.shape[-1])
-        banned = (tokens[None] + torch.arange(len(scores))[:, None] + input_ids.sum(1, keepdim=True)) % 3 == 0
-        return scores.masked_fill(banned, -torch.inf)
-
-
 def allowed(row, ids):
     return [token for token in range(6, VOCAB) if (token + row + len(ids)) % 4]
 
@@ -92,12 +83,10 @@ PROCESSORS = {
     "min_length": {"min_new_tokens": 4, "eos_token_id": list(range(40))},
     "decay": {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": list(range(6, 12))},
     "prefix": {"prefix_allowed_tokens_fn": allowed},
-    "own": {"logits_processor": LogitsProcessorList([ByRow()])},
-    "lambda": {"logits_processor": [lambda ids, scores: scores + (torch.arange(VOCAB) == 2 * len(ids) + 3) * 50.0]},
 }
 
 
-OF_ROWS = ["repetition_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram", "prefix", "own"]
+OF_ROWS = ["repetition_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram", "prefix"]
 
 
 @pytest.mark.parametrize(
@@ -134,12 +123,6 @@ def test_stop_strings_and_criteria_end_each_row(monkeypatch):
     strings = [chr(33 + reference[0, 13].item()), chr(33 + reference[2, 11].item())]
     settings = {
         "strings": {"stop_strings": strings, "tokenizer": letter_tokenizer()},
-        # Each row its own length, by its number.
-        "criterion": {
-            "stopping_criteria": StoppingCriteriaList(
-                [lambda ids, scores, **_: ids.shape[1] >= 11 + 3 * torch.arange(len(ids))]
-            )
-        },
     }
     for own in settings.values():
         own |= {"eos_token_id": 1}
@@ -148,6 +131,19 @@ def test_stop_strings_and_criteria_end_each_row(monkeypatch):
         with monkeypatch.context() as patch:
             Script(patch, reference, options["attention_mask"])
             assert torch.equal(drafted(target, make_drafter(target), ids, **options, **own), expected)
+
+
+@pytest.mark.parametrize("kind", ["logits_processor", "stopping_criteria"])
+def test_rules_of_ones_own_are_refused_as_they_may_look_at_other_rows(kind):
+    target, (ids, options) = make_target("llama"), batch_of([4, 9])
+    options |= {
+        "eos_token_id": 1,
+        kind: [lambda ids, scores, **_: scores if kind == "logits_processor" else ids[:, -1] < 0],
+    }
+    plain(target, ids, **options)
+    with pytest.raises(ValueError, match="function is not of transformers .* one prompt at a time"):
+        drafted(target, make_drafter(target), ids, **options)
+    drafted(target, make_drafter(target), ids[1:], **options | {"attention_mask": None})
 
 
 # The ways in

@@ -99,8 +99,10 @@ def test_the_size_is_the_best_of_all():
 
 def test_no_more_nodes_are_drafted_than_could_ever_pay():
     assert Sizer(CHEAP, 4, False).most == 63
-    assert Sizer(NEVER, 4, False).most == 1  # 3 rows cost as much as 5 tokens, which is all that a round can give
-    assert Sizer(Costs([1, 2], [1.0, 9.0], 0.0), 4, False).most == 0
+    assert (
+        Sizer(Costs([1, 2], [1.0, 1.5], 0.1), 4, False).most == 7
+    )  # 9 rows cost more than 5 tokens, the most of a round
+    assert Sizer(NEVER, 4, False).most == 0  # nor do two rows pay, which give two tokens at best
 
 
 # Whether to draft
@@ -403,3 +405,15 @@ def test_nothing_set_means_auto_and_what_is_set_is_kept():
     assert target in sizing_peagle.KNOWN
     with pytest.raises(ValueError, match='or "auto"'):
         stats(draft_tree="wide")
+
+
+def test_a_drafter_that_costs_more_than_it_can_save_is_never_asked():
+    assert Sizer(Costs([1], [1.0], draft=100.0), 8, clocked=False).most == 0
+    assert Sizer(Costs([1], [1.0], draft=7.9), 8, clocked=False).most == 63
+
+
+@pytest.mark.parametrize("costs", [[1, 2], 3.0, "auto", {"rows": [1]}, {"rows": [], "target": [], "draft": 0.1}])
+def test_costs_that_are_none_are_named(costs):
+    target = make_target("llama")
+    with pytest.raises(ValueError, match="draft_costs is|Costs need"):
+        drafted(target, make_drafter(target), prompt_of(5), max_new_tokens=4, draft_tree="auto", draft_costs=costs)

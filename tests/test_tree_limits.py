@@ -174,3 +174,12 @@ def test_drafts_do_not_reach_beyond_learned_positions(options):
     # A table that is used up to its last row, and by plain decoding, too.
     full = {"max_new_tokens": 7} | {name: value for name, value in options.items() if name != "max_new_tokens"}
     assert torch.equal(drafted(target, drafter, prompt, **full), plain(target, prompt, max_new_tokens=7))
+
+
+@pytest.mark.parametrize("options", [{"draft_tree": 5}, {"draft_tree": [(0,), (1,)]}, {"draft_tree": "auto"}])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_drafter_that_overflowed_drafts_nothing(monkeypatch, value, options):
+    target, prompt = make_target("llama"), prompt_of(5)
+    monkeypatch.setattr(PEagleModel, "head", lambda self, hidden: torch.full((*hidden.shape[:-1], VOCAB), value))
+    out = drafted(target, make_drafter(target), prompt, max_new_tokens=9, return_dict_in_generate=True, **options)
+    assert torch.equal(out.sequences, plain(target, prompt, max_new_tokens=9)) and sum(out.stats.nodes) == 0
