@@ -130,6 +130,7 @@ class TokenFeed(BaseStreamer):
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer, self.stats, self.queue, self.closed = tokenizer, DecodingStats(), SimpleQueue(), False
         self.decoder, self.unread, self.waiting, self.shown = DecodeStream(skip_special_tokens=True), [], [], 0
+        self.silent = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
     def put(self, value: torch.Tensor):
         if self.closed:
@@ -139,7 +140,9 @@ class TokenFeed(BaseStreamer):
         token = value.item()
         self.unread.append(token)
         self.waiting.append(StreamedToken(token, "", self.stats.origins[-1]))
-        if not BYTE.fullmatch(self.tokenizer.backend_tokenizer.id_to_token(token) or ""):
+        # Bytes are decoded a run at a time, and tokens without text, unknown and special ones, do not end a run.
+        word = self.tokenizer.backend_tokenizer.id_to_token(token)
+        if word is not None and token not in self.silent and not BYTE.fullmatch(word):
             text, self.unread = self.decoder.step(self.tokenizer.backend_tokenizer, self.unread), []
             if text:
                 self.release(text)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from chats import CHATML, TOOL, TOOLS
 from conftest import PATTERNS, ROOT, SIZES, WINDOW, make_drafter, make_scripted, plain, prompt_of, sharpened
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_evaluate import make_tokenizer, wrong_accept
 from tokenizers import Tokenizer, decoders, models
@@ -209,6 +209,7 @@ def test_no_text_has_half_a_character(name):
 
 
 @pytest.mark.parametrize("name", STREAMED)
+@settings(derandomize=True, deadline=None)
 @given(data=st.data())
 def test_the_texts_of_a_stream_are_the_whole_whatever_the_tokens(name, data):
     tokenizer = STREAMED[name]
@@ -216,6 +217,13 @@ def test_the_texts_of_a_stream_are_the_whole_whatever_the_tokens(name, data):
     # Two ids beyond the tokenizer: targets may have more rows.
     ids = data.draw(st.lists(few | st.integers(0, len(tokenizer) + 1), min_size=1, max_size=20))
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_tokens_without_text_do_not_end_a_run_of_bytes():
+    tokenizer = STREAMED["byte fallback"]
+    for silent in (tokenizer.eos_token_id, len(tokenizer) + 1):
+        ids = [*"a€".encode()[:2], silent, *"a€".encode()[2:], 0x61, silent, 0xE2]
+        assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids, skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("way", ["close", "break"])
