@@ -6,6 +6,7 @@ from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 from trl import TrlParser
 
+from data.prompts import EVAL_FRACTION, MAX_SEQ_LEN
 from losses_peagle import LOSSES, WEIGHTS
 
 
@@ -25,8 +26,8 @@ class PEagleArguments(TrainingArguments):
     target_model: str | None = HfArg(
         default=None, help="Hub id or folder of the target; SmolLM2-135M-Instruct if unset."
     )
-    eval_fraction: float = HfArg(default=0.05, help="Share of the conversations that is held out.")
-    max_seq_len: int = HfArg(default=512, help="Tokens per packed block; longer conversations become windows.")
+    eval_fraction: float = HfArg(default=EVAL_FRACTION, help="Share of the conversations that is held out.")
+    max_seq_len: int = HfArg(default=MAX_SEQ_LEN, help="Tokens per packed block; longer conversations become windows.")
     drafter_model: str | None = HfArg(
         default=None,
         help="Hub id or folder of a small language model of the target's family to make the drafter of; a drafter with layers "

@@ -27,7 +27,7 @@ from transformers import DynamicCache, HfArgumentParser, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 from transformers.hf_argparser import HfArg
 
-from data.prompts import load_prompts
+from data.prompts import EVAL_FRACTION, load_prompts
 from decoding_peagle import DecodingStats
 from environment_peagle import environment
 from inference_peagle import load_drafter
@@ -75,7 +75,7 @@ class EvaluationArguments:
     target: str | None = HfArg(default=None, help="Folder or Hub id of the target; SmolLM2-135M-Instruct if unset.")
     prompts: str = HfArg(default=str(ROOT / "data/prompts.jsonl"), help="JSON Lines: messages, prompt or turns each.")
     held_out_file: str | None = HfArg(default=None, help="In place of --prompts: what train_peagle.py held out of it.")
-    eval_fraction: float = HfArg(default=0.05, help="The share of --held_out_file that training held out.")
+    eval_fraction: float = HfArg(default=EVAL_FRACTION, help="The share of --held_out_file that training held out.")
     num_prompts: int | None = HfArg(default=None, help="Use the first so many prompts; all if unset.")
     per_category: int | None = HfArg(default=None, help="Use the first so many of each category; all if unset.")
     max_new_tokens: int = HfArg(default=128, help="Longest answer, in tokens.")

@@ -160,6 +160,10 @@ class FeatureShards(Dataset):
             raise IndexError(f"block {index} of {len(self)}")
         number, within = divmod(index % len(self), self.blocks_per_shard)
         shard, cu_seqlens, block_offsets = self._shard(number)
+        # Once, and only for the signals, as it reads all of the shard: what is learned is what was written.
+        if number not in self._whole and inspect_shard(self.folder / self.names[number], {}) is None:
+            raise ValueError(f"{self.folder / self.names[number]} is damaged: {AGAIN}")
+        self._whole.add(number)
         first, end = block_offsets[within : within + 2].tolist()
         block = {
             name: shard.get_slice(name)[first:end] for name in ("input_ids", "loss_mask", "features", "last_hidden")
@@ -183,10 +187,6 @@ class FeatureShards(Dataset):
             path = self.folder / self.names[number]
             try:
                 shard = safe_open(path, "pt")
-                # Once, as it reads all of it: what is read is what was written.
-                if number not in self._whole and inspect_shard(path, {}) is None:
-                    raise ValueError(f"{path} is damaged: {AGAIN}")
-                self._whole.add(number)
                 self._open[number] = shard, shard.get_tensor("cu_seqlens"), shard.get_tensor("block_offsets")
             except FileNotFoundError as error:
                 raise FileNotFoundError(f"{path} is missing: {AGAIN}") from error

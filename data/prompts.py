@@ -9,7 +9,8 @@ from data.windows import Report, read_windows
 from target_peagle import stop_token_ids
 
 
-MAX_SEQ_LEN = 512  # of the windows, whose first holds the prompt
+# What training takes unless told otherwise: its blocks' length, and the share of the conversations that it holds out.
+MAX_SEQ_LEN, EVAL_FRACTION = 512, 0.05
 
 
 def read_prompts(path, tokenizer) -> list[dict]:
@@ -57,7 +58,7 @@ def load_prompts(
     target,
     num_prompts: int | None = None,
     per_category: int | None = None,
-    eval_fraction: float = 0.05,
+    eval_fraction: float = EVAL_FRACTION,
 ) -> list[dict]:
     """The prompts of `path` or, if that is given, of `held_out_file`; see [`read_prompts`] and [`held_out_prompts`].
 

@@ -4,7 +4,7 @@
 import pytest
 from test_evaluate import make_tokenizer, target, tokenizer, write  # noqa: F401
 
-from data.prompts import held_out_prompts, load_prompts, read_prompts
+from data.prompts import EVAL_FRACTION, held_out_prompts, load_prompts, read_prompts
 from data.sequence_packing import pack_file
 from evaluate_peagle import EvaluationArguments
 
@@ -81,7 +81,7 @@ def test_held_out_prompts_are_those_of_training(tmp_path, tokenizer, target):
     path = write(tmp_path, *rows)
     split = {"max_seq_len": 512, "eval_fraction": 0.05}
     blocks, report = pack_file(path, tokenizer, **split, progress=False)
-    prompts = held_out_prompts(path, tokenizer, target, 0.05)
+    prompts = held_out_prompts(path, tokenizer, target, EVAL_FRACTION)
     assert 0 < len(prompts) == report.counts["eval"] < 20
     held_out = tokenizer.decode([i for block in blocks["eval"] for i in block["input_ids"]])
     trained = tokenizer.decode([i for block in blocks["train"] for i in block["input_ids"]])
