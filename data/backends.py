@@ -214,6 +214,7 @@ class Server:
         tokenizer: the target's, for self-prompting and to check what comes back.
         stop_ids: ids that end a turn besides the tokenizer's EOS.
         concurrency: requests at a time.
+        token_ids: ask for the exact tokens too, by vLLM's ``return_token_ids``; answers cut at the limit can then be kept.
         retries, first_wait: how often to ask a busy or absent server again, and after how many seconds; the wait
             doubles each time, up to a minute.
     """
@@ -227,6 +228,7 @@ class Server:
         tokenizer=None,
         stop_ids=(),
         concurrency=8,
+        token_ids=False,
         retries=6,
         first_wait=1.0,
     ):
@@ -235,6 +237,7 @@ class Server:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.client = httpx.Client(headers=headers, timeout=httpx.Timeout(600, connect=10))
         self.base_url, self.tokenizer, self.stop_ids = base_url.rstrip("/"), tokenizer, set(stop_ids)
+        self.extras = {"return_token_ids": True} if token_ids else {}  # other servers may refuse what they do not know
         self.retries, self.first_wait, self.slots = retries, first_wait, concurrency
         self.replies, self.closed = queue.SimpleQueue(), threading.Event()
         self.model = model or self._ask("GET", "models", lambda reply: reply["data"][0]["id"])
@@ -267,7 +270,7 @@ class Server:
 
     def _reply(self, request: Request) -> Reply:
         options = {"model": self.model, "max_tokens": request.max_new_tokens}
-        options |= {"temperature": request.temperature, "seed": request.seed}
+        options |= {"temperature": request.temperature, "seed": request.seed} | self.extras
         if request.text is None:
             asked = {"messages": request.messages} | ({"tools": request.tools} if request.tools else {})
             return self._ask("POST", "chat/completions", read_choice, asked | options)
@@ -314,5 +317,7 @@ def read_choice(reply: dict) -> Reply:
     if not all(call["id"] for call in message.get("tool_calls", ())):
         raise ValueError("a tool call without an id, which its result would have to name")
     json.dumps(message, ensure_ascii=False).encode()  # half of a surrogate pair could be neither asked nor written
+    if (ids := choice.get("token_ids")) is not None and not (ids and all(type(token) is int for token in ids)):
+        raise ValueError("token ids that are none")
     # Anything else, as the token limit or a filter, cut the answer off.
-    return Reply(message, "stop" if choice["finish_reason"] in ("stop", "tool_calls") else "length")
+    return Reply(message, "stop" if choice["finish_reason"] in ("stop", "tool_calls") else "length", ids)

@@ -283,6 +283,7 @@ def _backend(args) -> tuple[InProcess | Server, object]:
         return InProcess(target, tokenizer, batch_size=args.batch_size, max_length=args.max_length), tokenizer
     tokenizer, stop_ids = load_tokenizer(args.target_model) if args.target_model else (None, set())
     options = {"tokenizer": tokenizer, "stop_ids": stop_ids, "concurrency": args.concurrency}
+    options["token_ids"] = args.token_ids
     return Server(args.base_url, args.served_model, **options), tokenizer
 
 
@@ -295,6 +296,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--base_url", help="OpenAI-compatible server, as http://localhost:8000/v1; its key in OPENAI_API_KEY")
     add("--served_model", help="the target's name on the server; the first it lists if unset")
     add("--concurrency", type=int, default=8, help="requests at a time to the server (%(default)s)")
+    add(
+        "--token_ids",
+        action="store_true",
+        help="the server is vLLM: ask for token ids, to keep answers that are cut too",
+    )
     add("--batch_size", type=int, default=8, help="rows per forward in this process (%(default)s)")
     add("--max_length", type=int, default=2048, help="tokens of a conversation in this process (%(default)s)")
     add("--num_conversations", type=int, help=f"rows of the input; all if unset, {SELF_PROMPTED} self-prompted")

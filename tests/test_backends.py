@@ -131,6 +131,7 @@ ODD = [
     said(content="x \ud83d"),
     said(content=None, tool_calls=[{"type": "function", "function": {"name": "f", "arguments": "{}"}}]),
     said(content=None, tool_calls=[{"id": None, "function": {"name": "f", "arguments": "{}"}}]),
+    b'{"choices": [{"message": {"content": "x"}, "finish_reason": "length", "token_ids": ["a"]}]}',
 ]
 
 
@@ -145,6 +146,28 @@ def test_an_odd_reply_fails_its_row_and_no_other(serve, tmp_path):
     assert counts == {"in": len(ODD) + 2, "done": 2, "failed: odd reply": len(ODD)}
     answers = [row["messages"][-1] for _, row in read_jsonl(tmp_path / "out.jsonl")]
     assert answers == [{"role": "assistant", "content": "Fine."}] * 2
+
+
+def test_a_cut_answer_is_kept_with_the_tokens_that_the_server_tells(serve, tokenizer, tmp_path):  # noqa: F811
+    asked = []
+
+    def answer(body):
+        asked.append(body)
+        ids = tokenizer("An answer that goes on and", add_special_tokens=False)["input_ids"]
+        choice = {"message": {"content": tokenizer.decode(ids)}, "finish_reason": "length"}
+        return json.dumps(
+            {"choices": [choice | ({"token_ids": ids} if body.get("return_token_ids") else {})]}
+        ).encode()
+
+    url, prompts = serve(answer), write_prompts(tmp_path / "prompts.jsonl", 2)
+    options = {"prompts": prompts, "progress": False}
+    backend = Server(url, "some", tokenizer=tokenizer, token_ids=True)
+    assert generate_data(tmp_path / "with.jsonl", backend, tokenizer, **options)["counts"]["done"] == 2
+    for _, row in read_jsonl(tmp_path / "with.jsonl"):
+        assert (row["finish"], tokenizer.decode(row["resp_ids"])) == ("length", row["messages"][-1]["content"])
+    with pytest.raises(ValueError, match="2 skipped: answer hit the length limit"):
+        generate_data(tmp_path / "without.jsonl", Server(url, "some", tokenizer=tokenizer), tokenizer, **options)
+    assert not any("return_token_ids" in body for body in asked[2:]) and len(asked) == 4  # unknown to other servers
 
 
 def test_a_real_server(folder, target, tokenizer, tmp_path):  # noqa: F811
