@@ -41,6 +41,10 @@ class PEagleArguments(TrainingArguments):
     )
     num_layers: int = HfArg(default=1, help="Layers of a drafter without --drafter_model.")
     init_from_target: bool = HfArg(default=False, help="Start from the target's last layers and final norm.")
+    init_from_drafter: str | None = HfArg(
+        default=None,
+        help="Folder or Hub id of a drafter of the same shape to start from; its draft vocabulary may be another one.",
+    )
     draft_vocab_size: int = HfArg(
         default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary."
     )
@@ -139,6 +143,8 @@ class PEagleArguments(TrainingArguments):
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
+        if self.init_from_drafter is not None and self.init_from_target:
+            raise ValueError("--init_from_drafter and --init_from_target are two starts: choose one.")
         if self.use_lora and self.drafter_model is None:
             raise ValueError("--use_lora trains the model of --drafter_model: name one.")
         possible = ("mask_row",) if self.use_lora else ("mask_row", "trained")

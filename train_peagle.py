@@ -19,6 +19,7 @@ import torch
 import yaml
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import set_seed, sort_checkpoints
@@ -59,11 +60,44 @@ def build_drafter(args: PEagleArguments, target, tokenizer, draft_ids: torch.Lon
         backbone, backbone_tokenizer = load_target(args.drafter_model, dtype=torch.float32, device="cpu")
         config = PEagleBackboneConfig.for_backbone(target, tokenizer, backbone, backbone_tokenizer, **fields)
         drafter = PEagleBackboneModel.from_backbone(backbone, config, draft_ids)
+    if args.init_from_drafter is not None:
+        take_drafter(drafter, args.init_from_drafter)
     if args.use_lora:
         add_lora(drafter, args.lora_rank, args.lora_alpha, args.lora_target_modules)
     else:
         freeze(drafter, args.embeddings)
     return drafter
+
+
+@torch.no_grad()
+def take_drafter(drafter: Drafter, folder: str):
+    """Start from what the drafter in `folder` has learned. Rows of draft tokens that it does not have stay fresh.
+
+    Raises:
+        ValueError: It is of another shape, or was trained for another target.
+    """
+    other = type(drafter).from_pretrained(folder, dtype=torch.float32)
+    ours, theirs = drafter.draft_ids(), other.draft_ids()
+    shared = torch.isin(ours, theirs)
+    rows = torch.searchsorted(theirs, ours[shared])
+    state, learned = drafter.state_dict(), other.state_dict()
+    differ = {name.split(".")[0] for name in state.keys() ^ learned.keys()} - {"d2t"}
+    if drafter.config.target_tokenizer_hash != other.config.target_tokenizer_hash:
+        differ.add("target_tokenizer_hash")
+    for name in state.keys() & learned.keys() - {"d2t"}:
+        mine, given = state[name], learned[name]
+        by_token = name.startswith(("lm_head.", "markov_head."))  # a row for each draft token
+        if (mine.shape[1:] if by_token else mine.shape) != (given.shape[1:] if by_token else given.shape):
+            differ.add(name)
+        elif by_token:
+            mine[shared] = given[rows]
+        else:
+            mine.copy_(given)
+    if differ:
+        raise ValueError(
+            f"--init_from_drafter: the drafter in {folder} is another one than the flags and the target make, they differ in "
+            f"{', '.join(sorted(differ)[:6])}: use the flags that it was trained with."
+        )
 
 
 def freeze(drafter: Drafter, embeddings: str):
@@ -230,6 +264,8 @@ def main(args: PEagleArguments):
         draft_ids, coverage = choose_draft_vocabulary(supervised, args.draft_vocab_size, stop_ids)
         print(f"the draft vocabulary of {args.draft_vocab_size} covers {coverage:.2%} of the supervised tokens")
     used = set(seen.nonzero()[0].tolist()) | stop_ids
+    if args.mask_token_id is None and args.init_from_drafter is not None:
+        args.mask_token_id = PreTrainedConfig.get_config_dict(args.init_from_drafter)[0]["mask_token_id"]
     if args.mask_token_id is None:
         args.mask_token_id = choose_mask_token(tokenizer, used)
     elif args.mask_token_id in used:

@@ -18,6 +18,7 @@ import train_peagle
 from arguments_peagle import PEagleArguments, parse_arguments
 from data.extract_features import extract_features
 from data.sequence_packing import pack_conversations
+from modeling_peagle import PEagleModel
 from target_peagle import load_target
 from train_peagle import main
 from trainer_peagle import PEagleTrainer
@@ -176,6 +177,29 @@ def test_training_is_resumed_only_with_the_same_drafter(workplace, tmp_path):
     other.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match="the draft vocabulary of .*checkpoint-2 is not that of this data"):
         main(arguments_for(workplace, tmp_path, resume_from_checkpoint="true", train_file=str(other), max_steps=3))
+
+
+def test_training_starts_from_another_drafter_whatever_its_draft_vocabulary(workplace, tmp_path):
+    first = {"markov_rank": 4, "mask_token_id": len(workplace[1]) + 1, "learning_rate": 0.01, "save_dtype": "float32"}
+    main(arguments_for(workplace, tmp_path / "a", max_steps=4, **first, warmup_steps=0))
+    start = {"markov_rank": 4, "learning_rate": 0.0, "init_from_drafter": str(tmp_path / "a"), "save_dtype": "float32"}
+    main(arguments_for(workplace, tmp_path / "b", **start, draft_vocab_size=40))
+    main(arguments_for(workplace, tmp_path / "c", markov_rank=4, learning_rate=0.0, save_dtype="float32"))
+    a, b, c = (PEagleModel.from_pretrained(tmp_path / name) for name in "abc")
+    assert a.config.mask_token_id == b.config.mask_token_id != c.config.mask_token_id
+    rows = torch.searchsorted(a.draft_ids(), b.draft_ids())
+    assert torch.equal(a.draft_ids()[rows], b.draft_ids()) and len(rows) == 40
+    left, right, fresh = a.state_dict(), b.state_dict(), c.state_dict()
+    for name in left.keys() - {"d2t"}:
+        by_token = name.startswith(("lm_head", "markov_head"))
+        assert torch.equal(left[name][rows] if by_token else left[name], right[name]), name
+    assert not torch.equal(left["fc.weight"], fresh["fc.weight"]) and right["markov_head.next.weight"].any()
+    with pytest.raises(ValueError, match="they differ in layers"):
+        main(arguments_for(workplace, tmp_path / "d", **start, num_layers=2))
+    with pytest.raises(OSError, match="nowhere"):
+        main(arguments_for(workplace, tmp_path / "e", init_from_drafter=str(tmp_path / "nowhere")))
+    with pytest.raises(ValueError, match="two starts"):
+        arguments_for(workplace, tmp_path / "f", **start, init_from_target=True)
 
 
 def test_a_run_that_has_all_its_steps_is_only_saved(workplace, tmp_path):
