@@ -71,16 +71,27 @@ def _content_hash(path: Path) -> str:
     return total.hexdigest()
 
 
-class _Output:
-    """The file of rows and the manifest beside it. Opening it repairs what a kill left behind.
+def _cut_last_line(file) -> int:
+    """Remove a last line that was cut short. Returns what is left, in bytes."""
+    size = file.seek(0, os.SEEK_END)
+    while size and (file.seek(size - 1), file.read(1))[1] != b"\n":
+        size -= 1
+    file.truncate(size)
+    return file.seek(size)
 
-    ``rows``: the `_cuts` of those that are there, by name; ``openings``: theirs. Raises ValueError where they were made
-    with other settings.
+
+class _Output:
+    """The file of rows, the manifest beside it and, until the end, a file of what was finished before its turn to be
+    written. Opening repairs what a kill left behind.
+
+    ``rows``: the `_cuts` of those that are there, by name; ``openings``: theirs; ``ahead``: row and notes of those that wait
+    for their turn. Raises ValueError where they were made with other settings.
     """
 
     def __init__(self, path: Path, settings: dict):
         self.path, self.settings, self.rows, self.openings = path, settings, {}, set()
         self.manifest = path.with_name(path.name + ".manifest.json")
+        self.waiting, self.ahead = path.with_name(path.name + ".ahead"), {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(f"{path}.lock", timeout=0)
         try:
@@ -97,23 +108,16 @@ class _Output:
         path, settings = self.path, self.settings
         if path.exists() and path.stat().st_size and not self.manifest.exists():
             raise ValueError(f"{path} is there, but not {self.manifest.name}: name another output")
-        self.file = path.open("ab+")
-        self._cut_last_line()
-        before = json.loads(self.manifest.read_text())["settings"] if self.file.tell() else settings
+        self.file, self.waiting_file = path.open("ab+"), self.waiting.open("ab+")
+        begun = _cut_last_line(self.file) + _cut_last_line(self.waiting_file) > 0
+        before = json.loads(self.manifest.read_text())["settings"] if begun else settings
         for key in settings | before:
             if before.get(key) != settings.get(key):
                 told = f"{key} {before.get(key)!r}, not {settings.get(key)!r}"
                 raise ValueError(f"{path} was made with {told}: repeat its own command or name another output")
-        if not self.file.tell():  # settings bind the rows that are there
+        if not begun:  # settings bind the rows that are there
             self.write_manifest({})
         self._read()
-
-    def _cut_last_line(self) -> None:
-        size = self.file.seek(0, os.SEEK_END)
-        while size and (self.file.seek(size - 1), self.file.read(1))[1] != b"\n":
-            size -= 1  # a last line that was cut short
-        self.file.truncate(size)
-        self.file.seek(size)
 
     def _read(self) -> None:
         for number, row in read_jsonl(self.path):
@@ -121,14 +125,23 @@ class _Output:
                 raise ValueError(f"{self.path}, line {number} is no row of this command: name another output")
             self.rows[row["id"]] = _cuts(row)
             self.openings.add(_opening(row))
+        for _, waiting in read_jsonl(self.waiting):
+            if waiting["row"]["id"] not in self.rows:
+                self.ahead[waiting["row"]["id"]] = waiting["row"], Counter(waiting["notes"])
 
     def close(self) -> None:
         self.file.close()
+        self.waiting_file.close()
         self.lock.release()
 
     def write(self, row: dict) -> None:
         self.file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self.file.flush()
+
+    def keep(self, row: dict, notes: Counter) -> None:
+        """Until its turn comes: slower conversations before it may take many minutes, in which a kill would lose it."""
+        self.waiting_file.write(json.dumps({"row": row, "notes": notes}, ensure_ascii=False).encode() + b"\n")
+        self.waiting_file.flush()
 
     def write_manifest(self, rest: dict) -> dict:
         manifest, partial = {"settings": self.settings} | rest, self.manifest.with_suffix(".partial")
@@ -234,7 +247,13 @@ def generate_data(
             yield name, plan
 
     def start(plan, notes):
-        return converse(plan, tokenizer, ends, max_new_tokens, notes)
+        if plan["id"] in store.ahead:
+            row, before = store.ahead.pop(plan["id"])
+            notes.update(before)
+        else:
+            row = yield from converse(plan, tokenizer, ends, max_new_tokens, notes)
+            store.keep(row, notes)
+        return row
 
     rows, cost = num_conversations, f"at most {max_new_tokens:,} tokens an answer"
     if counted:  # to go twice through a data set would be to fetch it twice
@@ -271,6 +290,7 @@ def generate_data(
     assert counts["in"] == counts["done"] + lost, counts
     if progress:
         print(f"{output}: {report}")
+    store.waiting.unlink()
     if not counts["done"]:
         raise ValueError(f"{output}: no conversation: {report}")
     return store.write_manifest({"counts": dict(counts)})

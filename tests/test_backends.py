@@ -170,6 +170,42 @@ def test_a_cut_answer_is_kept_with_the_tokens_that_the_server_tells(serve, token
     assert not any("return_token_ids" in body for body in asked[2:]) and len(asked) == 4  # unknown to other servers
 
 
+def test_what_was_finished_before_its_turn_outlives_a_kill(serve, tmp_path):
+    asked, others = [], threading.Event()
+
+    def answer(body):
+        asked.append(body["messages"][0]["content"])
+        if len(asked) >= 5:
+            others.set()
+        if asked[-1] == first:  # the slow one, before which no other row can be written
+            others.wait(20)
+        return said(content=f"Answer to {asked[-1]}")
+
+    class Killed(Server):
+        def receive(self):
+            name, reply = super().receive()
+            if name == "0":
+                raise KeyboardInterrupt
+            return name, reply
+
+    output, rows = tmp_path / "out.jsonl", [{"id": i, "prompt": f"Question number {i}?"} for i in range(5)]
+    prompts, first = write_rows(tmp_path / "prompts.jsonl", rows), "Question number 0?"
+    url, options = serve(answer), {"prompts": prompts, "progress": False}
+    with pytest.raises(KeyboardInterrupt):
+        generate_data(output, Killed(url, "some", concurrency=2), None, **options)
+    ahead = tmp_path / "out.jsonl.ahead"
+    assert output.stat().st_size == 0 and ahead.stat().st_size
+    ahead.write_bytes(ahead.read_bytes() + b'{"row": {"id": "4", "mess')  # and in the middle of a write
+    kept = len(ahead.read_bytes().splitlines()) - 1
+    with pytest.raises(ValueError, match="seed 0, not 1"):  # they bind the settings as rows do
+        generate_data(output, Server(url, "some"), None, **options, seed=1)
+    del asked[:]
+    assert generate_data(output, Server(url, "some"), None, **options)["counts"] == {"in": 5, "done": 5}
+    assert first in asked and len(asked) == 5 - kept < 5 and not ahead.exists()
+    answers = [(row["id"], row["messages"][-1]["content"]) for _, row in read_jsonl(output)]
+    assert answers == [(str(i), f"Answer to Question number {i}?") for i in range(5)]
+
+
 def test_a_real_server(folder, target, tokenizer, tmp_path):  # noqa: F811
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
