@@ -3,6 +3,7 @@ And how sure the drafter may be of its drafts, by the held-out texts themselves.
 """
 
 import csv
+import json
 import os
 from collections.abc import Iterable
 
@@ -12,11 +13,15 @@ from transformers import TrainerCallback
 
 from configuration_peagle import DrafterConfig
 from decoding_peagle import DecodingStats
+from environment_peagle import command_line, environment
 from tree_peagle import fit_temperature
 
 
 # Rows of scores that the temperature of a depth is fitted to: it is known to about 2% then, and to a tenth by the fewest.
 FEWEST_ROWS, MOST_ROWS = 64, 4096
+# Exponents c of the curves a - b * tokens**-c that `extrapolate` tries. About 0 they are lines in the logarithm of the tokens,
+# below it they bend upwards: without those, noise about a line could only lower what it leads to. None is 0 itself.
+EXPONENTS = np.linspace(-0.3, 2, 116) + 1e-4
 # Scores that are kept for it in all (256 MB in float32), where the draft vocabulary is large.
 MAX_SCORES = 2**26
 
@@ -88,9 +93,9 @@ def fit(rows: list[tuple[torch.Tensor, int]]) -> float:
 
 
 class LearningCurve(TrainerCallback):
-    """Keeps `learning_curve.csv` and `learning_curve.png` in the output folder: tau against training tokens."""
+    """Keeps `learning_curve.csv` and `.png` in the output folder, tau against training tokens, and in `.json` what made them."""
 
-    def on_evaluate(self, args, state, control, **kwargs):
+    def on_evaluate(self, args, state, control, model, **kwargs):
         # The last evaluation is of the drafter that is kept, whose step may have been another.
         rows = {entry["step"]: entry for entry in reversed(state.log_history) if "eval_tau" in entry}
         rows = [rows[step] for step in sorted(rows)]
@@ -104,6 +109,8 @@ class LearningCurve(TrainerCallback):
             writer.writeheader()
             writer.writerows(rows)
         plot(rows, os.path.join(args.output_dir, "learning_curve.png"))
+        with open(os.path.join(args.output_dir, "learning_curve.json"), "w") as file:
+            json.dump({"settings": {"command": command_line()}, "environment": environment(model)}, file, indent=2)
 
 
 def plot(rows: list[dict], path: str):
@@ -115,3 +122,45 @@ def plot(rows: list[dict], path: str):
     axes.set(xlabel="training tokens", ylabel="acceptance length tau, held-out prompts", ylim=(1, None))
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+def extrapolate(tokens: list[float], taus: list[float], factor: float = 10.0, draws: int = 1000) -> tuple:
+    """What tau would be after `factor` times the last of the tokens, if the curve keeps the form a - b * tokens**-c.
+
+    Args:
+        tokens (`list[float]`, `(n,)`): training tokens, above 0 and rising.
+        taus (`list[float]`, `(n,)`): the acceptance length after so many tokens.
+
+    Returns:
+        `(tau, low, high)`: the fit of least squares, and the 95% interval of such fits to the fitted curve with the
+        deviations from it drawn anew. That is the noise of the points alone: a curve that levels off later ends lower.
+
+    Raises:
+        ValueError: fewer than five points, from which a form with three numbers tells nothing.
+    """
+    if len(tokens) < 5:
+        raise ValueError(f"A learning curve needs five points or more to go on from, this one has {len(tokens)}.")
+    ratios, taus = np.asarray(tokens, float) / tokens[-1], np.asarray(taus, float)
+
+    def terms(
+        ratios,
+    ):  # (exponents, n, 2), of which a fit takes a weighted sum; about 0 the second is the logarithm
+        bent = (1 - ratios ** -EXPONENTS[:, None]) / EXPONENTS[:, None]
+        return np.stack([np.ones_like(bent), bent], axis=-1)
+
+    weights = np.linalg.pinv(
+        terms(ratios)
+    )  # (exponents, 2, n): least squares for a given exponent is linear in the taus
+    along, ahead = terms(ratios) @ weights, (terms(np.array([factor])) @ weights)[:, 0]
+
+    def fit(curves):  # (m, n) to the fitted curves and the tau ahead, each with its best exponent
+        fitted = np.einsum("eij,mj->mei", along, curves)
+        best = ((fitted - curves[:, None]) ** 2).sum(-1).argmin(-1)
+        return fitted[np.arange(len(curves)), best], (ahead[best] * curves).sum(-1)
+
+    fitted, (tau,) = fit(taus[None])
+    # Three numbers were fitted, so the deviations are smaller than the noise.
+    deviations = (taus - fitted[0]) * (len(taus) / (len(taus) - 3)) ** 0.5
+    drawn = np.random.default_rng(0).choice(deviations, size=(draws, len(taus)))
+    low, high = np.quantile(fit(fitted + drawn)[1], [0.025, 0.975])
+    return float(tau), float(low), float(high)

@@ -2,7 +2,9 @@
 
 import platform
 import re
+import shlex
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +14,11 @@ import transformers
 
 
 ROOT = Path(__file__).resolve().parent
+
+
+def command_line() -> str:
+    """The command that this process was started with, for reports: those are shared, the machine's folders are not."""
+    return shlex.join(["python", *sys.argv]).replace(f"{ROOT}/", "")
 
 
 def environment(target) -> dict:

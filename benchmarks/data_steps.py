@@ -1,4 +1,4 @@
-"""Cost of the data steps, on one thread: `python benchmarks/data_steps.py [chats.jsonl ...]`.
+"""Cost of the data steps, on one thread: `python benchmarks/data_steps.py [chats.jsonl ...] [--output file.json]`.
 
 Without files it makes its own chats. For each file and block length: the time of plain batched tokenisation of the same
 text, and, as multiples of it, what encoding adds to that (rendering the template, the mask), windows, and packing. Then
@@ -12,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 
@@ -20,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from tables import measure_tables, parser  # noqa: E402
 
 from data.chat_template import encode_conversation  # noqa: E402
 from data.collator import packed_row  # noqa: E402
@@ -27,6 +30,7 @@ from data.conversations import BadConversation, read_rows  # noqa: E402
 from data.sequence_packing import pack_windows  # noqa: E402
 from data.target_signals import target_signals  # noqa: E402
 from data.windows import split_sample  # noqa: E402
+from environment_peagle import environment  # noqa: E402
 from target_peagle import load_target, load_tokenizer  # noqa: E402
 
 
@@ -60,7 +64,8 @@ def fastest(function, prepare=lambda: None, repeats: int = 3) -> float:
     return min(times)
 
 
-def steps(path: Path, tokenizer, lengths: list[int]) -> None:
+def steps(path: Path, tokenizer, lengths: list[int]) -> Iterator[dict]:
+    """One row for each block length that the chats fit."""
     rows = [row for _, row in read_rows(path)]
     samples = [encode_conversation(row, tokenizer)[0][0] for row in rows]
     texts = [sample.chat.text for sample in samples]
@@ -71,36 +76,38 @@ def steps(path: Path, tokenizer, lengths: list[int]) -> None:
 
     plain = fastest(lambda _: tokenizer(texts, add_special_tokens=False))
     encode = fastest(encoded) / plain
-    print(
-        f"{path.name}: {len(rows):,} chats, {tokens:,} tokens, tokenised in {plain:.2f} s; encoding, that included, {encode:.2f}x"
-    )
+    chats = {
+        "chats": f"{len(rows):,} of {path.name}",
+        "tokens": tokens,
+        "tokenised in, s": plain,
+        "encoding, x of it": encode,
+    }
     for length in lengths:
         try:
             windows = [window for sample in samples for window in split_sample(sample, length)]
         except BadConversation as bad:
-            print(f"  {length:>6}: {bad}")
+            print(f"{path.name} in blocks of {length}: {bad}")
             continue
 
         cut = fastest(lambda new, n=length: [split_sample(sample, n) for sample in new], encoded) / plain
         pack = fastest(lambda _, n=length, w=windows: pack_windows(w, n)) / plain
         blocks = pack_windows(windows, length)
         fill = sum(len(window["input_ids"]) for window in windows) / len(blocks) / length
-        print(f"  {length:>6}: {len(windows):,} windows, windows {cut:.2f}x, packing {pack:.2f}x, fill {fill:.1%}")
+        yield chats | {"block": length, "windows, x": cut, "packing, x": pack, "fill": f"{fill:.1%}"}
 
 
-def memory(folder: Path) -> None:
+def memory(folder: Path) -> Iterator[dict]:
     for count in (1_000, 10_000, 100_000):
         path = make_chats(folder / f"{count}.jsonl", count, turns=1, longest=120)
         line = ["-c", MEASURED, "--input", path, "--output", folder / f"blocks{count}", "--max_seq_len", "4096"]
         start = time.perf_counter()
         run = subprocess.run([sys.executable, *map(str, line)], cwd=ROOT, capture_output=True, text=True, check=True)
-        peak = run.stderr.split("PEAK")[-1].strip()
-        fill = run.stdout.split("fill ")[1].split()[0]
-        print(f"{count:>8,} chats: {time.perf_counter() - start:6.1f} s, peak {peak} MB, fill {fill}")
+        seconds, peak = time.perf_counter() - start, int(run.stderr.split("PEAK")[-1])
+        yield {"chats": count, "s": seconds, "peak, MB": peak, "fill": run.stdout.split("fill ")[1].split()[0]}
 
 
 @torch.no_grad()
-def extraction(folder: Path) -> None:
+def extraction(folder: Path) -> Iterator[dict]:
     """The forward that extraction makes, with the cast to bfloat16, against a bare one; blocks of 512 in turn."""
     target, tokenizer = load_target()
     path = make_chats(folder / "extract.jsonl", 120, turns=1, longest=120)
@@ -116,20 +123,29 @@ def extraction(folder: Path) -> None:
             [signal.to(torch.bfloat16) for signal in target_signals(target, row, layer_ids)]
             if turn:  # the first warms up
                 bare, ours = bare + middle - start, ours + time.perf_counter() - middle
-    print(f"extraction runs at {bare / ours:.1%} of the bare forward's pace ({bare / 16:.2f} s a block of 512)")
+    yield {
+        "block": 512,
+        "bare forward, s": bare / 16,
+        "extraction, s": ours / 16,
+        "pace of the bare one": f"{bare / ours:.1%}",
+    }
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    tokenizer, _ = load_tokenizer()
+    arguments = parser(__doc__)
+    arguments.add_argument("files", nargs="*", type=Path, help="conversations in JSON Lines")
+    args, (tokenizer, _) = arguments.parse_args(), load_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        files = [Path(name) for name in sys.argv[1:]]
-        files += [make_chats(folder / "short chats", 2000, 1, 120), make_chats(folder / "long chats", 60, 20, 200)]
-        for path in files:
-            steps(path, tokenizer, [512, 2048, 4096])
-        memory(folder)
-        extraction(folder)
+
+        def all_steps():
+            own = (make_chats(folder / "short chats", 2000, 1, 120), make_chats(folder / "long chats", 60, 20, 200))
+            for path in (*args.files, *own):
+                yield from steps(path, tokenizer, [512, 2048, 4096])
+
+        tables = {"steps": all_steps, "memory": partial(memory, folder), "extraction": partial(extraction, folder)}
+        measure_tables(tables, environment(load_target()[0]), args.output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Which recipe drafts best for the same data and steps: `python benchmarks/recipes.py table.jsonl --feature_dir features`.
 
-Every line is one run of `train_peagle.py` with the options named, and with those of the command line. It is judged on the
+Every line is one run of `train_peagle.py` with the `options` named, and with those of the command line. It is judged on the
 held-out conversations: by the true tau of greedy decoding, and by the share of right top-1 draft tokens per depth over all
 slots, which wavers less. Lines that the file has already are not run again.
 """
@@ -15,6 +15,11 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from environment_peagle import command_line  # noqa: E402
+
+
 RECIPES = {
     "kl, uniform": [],
     "kl, uniform, other seed": ["--seed", "43"],
@@ -34,7 +39,7 @@ RECIPES = {
 
 
 def run(options: list[str]) -> dict:
-    """The evaluation at the end of one training run, and the minutes that it took in all."""
+    """The evaluation at the end of one training run, what it ran on, and the minutes that it took in all."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         command = [
@@ -50,7 +55,9 @@ def run(options: list[str]) -> dict:
         subprocess.run([sys.executable, *command, *options], cwd=ROOT, check=True)
         with open(Path(folder, "learning_curve.csv"), newline="") as file:
             *_, last = csv.DictReader(file)
-    return {name: float(value) for name, value in last.items()} | {"minutes": (time.perf_counter() - start) / 60}
+        environment = json.loads(Path(folder, "learning_curve.json").read_text())["environment"]
+    numbers = {name: float(value) for name, value in last.items()} | {"minutes": (time.perf_counter() - start) / 60}
+    return {"environment": environment} | numbers
 
 
 def table(lines: list[dict]):
@@ -68,7 +75,8 @@ if __name__ == "__main__":
     done = {line["recipe"] for line in lines}
     for recipe, own in RECIPES.items():
         if recipe not in done:
-            lines.append({"recipe": recipe} | run([*options, *own]))
+            made = {"recipe": recipe, "options": own, "command": command_line()}
+            lines.append(made | run([*options, *own]))
             with open(path, "a") as file:
                 file.write(json.dumps(lines[-1]) + "\n")
     table(lines)

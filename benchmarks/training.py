@@ -1,4 +1,4 @@
-"""Cost of a training step: `python benchmarks/training.py [step] [length] [shape] [ways]`, all four if unnamed.
+"""Cost of a training step: `python benchmarks/training.py [step] [length] [shape] [ways] [--output file.json]`, all four if unnamed.
 
 step    a step against the matrix products that it cannot do without
 length  time and peak memory against the length of one conversation, in segments of 256; the last with the target
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from tables import measure_tables, parser  # noqa: E402
 from torch import nn  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
@@ -145,39 +146,31 @@ def apart(kind, **options) -> dict:
 
 
 def step_table():
-    print("\nconversations  tokens   slots   step s  floor s  ratio")
     for lengths in ([220, 240], [230] * 8, [1024], [1024] * 4):
         n = apart("step", lengths=lengths)
-        print(
-            f"{len(lengths):>13} {sum(lengths):>7} {n['slots']:>7} {n['seconds']:8.2f} {n['floor']:8.2f} {n['seconds'] / n['floor']:6.2f}"
-        )
+        row = {"conversations": len(lengths), "tokens": sum(lengths), "slots": n["slots"], "step, s": n["seconds"]}
+        yield row | {"bare products, s": n["floor"], "ratio": n["seconds"] / n["floor"]}
 
 
 def length_table():
-    print("\nlength   slots (K_train 8)   step s   peak GiB, segments of 256")
+    def row(length, outputs, **options):
+        n = apart("length", lengths=[length], depths=8, **options)
+        numbers = {"slots, K_train 8": n["slots"], "step, s": n["seconds"], "peak memory, GiB": n["GiB"]}
+        return {"tokens": length, "the target's outputs": outputs} | numbers
+
     for length in (2048, 4096, 8192, 16384, 32768):
-        n = apart("length", lengths=[length], depths=8)
-        print(f"{length:>6} {n['slots']:>8} {n['seconds']:19.1f} {n['GiB']:10.2f}")
-    n = apart("length", lengths=[32768], depths=8, target_online=True)
-    print(f"{32768:>6} {n['slots']:>8} {n['seconds']:19.1f} {n['GiB']:10.2f}   with the target online")
+        yield row(length, "kept in memory")
+    yield row(32768, "online", target_online=True)
 
 
 def shape_table():
-    print("\nlength  segment  K_train  layers   slots   step s   peak GiB")
-    changes = [
-        {},
-        {"segment_length": 512},
-        {"segment_length": 4096},
-        {"depths": 1},
-        {"depths": 8},
-        {"layers": 2},
-        {"layers": 4},
-    ]
-    for change in changes:
-        shape = {"segment_length": 256, "depths": 5, "layers": 1} | change
+    usual = {"depths": 5, "layers": 1, "segment_length": 256}
+    changes = ({}, {"depths": 1}, {"depths": 8}, {"layers": 2}, {"layers": 4})
+    for change in (*changes, {"segment_length": 512}, {"segment_length": 4096}):
+        shape = usual | change
         n = apart("shape", lengths=[4096], **shape)
-        columns = f"{shape['segment_length']:>8} {shape['depths']:>8} {shape['layers']:>7}"
-        print(f"{4096:>6} {columns} {n['slots']:>7} {n['seconds']:8.2f} {n['GiB']:9.2f}")
+        row = dict(zip(("K_train", "layers", "segment"), shape.values()))
+        yield row | {"slots": n["slots"], "step, s": n["seconds"], "peak memory, GiB": n["GiB"]}
 
 
 class Clock(TrainerCallback):
@@ -215,10 +208,9 @@ def ways_table():
         tokens, start = sum(map(len, blocks["input_ids"])), time.perf_counter()
         layers = default_layer_ids(target.config.num_hidden_layers)
         extract_features(target, tokenizer, folder / "blocks", folder / "features", layer_ids=layers, progress=False)
-        print(
-            f"\n{tokens:,} tokens in {len(blocks)} blocks; extraction {1000 * (time.perf_counter() - start) / tokens:.2f} ms a token"
-        )
-        print("the target's outputs  ms a token, epoch 1  epoch 2  outside of steps, epoch 2")
+        heads = ("the target's outputs", "ms a token, epoch 1", "epoch 2", "of it outside of steps")
+        extraction = 1000 * (time.perf_counter() - start) / tokens
+        yield dict(zip(heads, (f"extraction of {tokens:,} tokens", extraction, None, None)))
         for way in ("online", "kept in memory", "read from shards"):
             dataset = FeatureShards(folder / "features", "train", 4) if way == "read from shards" else blocks
             options = {"num_train_epochs": 2, "save_strategy": "no"}
@@ -227,7 +219,7 @@ def ways_table():
             trainer.add_callback(clock)
             trainer.train()
             first, second = (1000 * seconds / tokens for seconds in clock.epochs)
-            print(f"{way:20} {first:20.2f} {second:8.2f} {1 - clock.steps[1] / clock.epochs[1]:25.1%}")
+            yield dict(zip(heads, (way, first, second, f"{1 - clock.steps[1] / clock.epochs[1]:.1%}")))
 
 
 TABLES = {"step": step_table, "length": length_table, "shape": shape_table, "ways": ways_table}
@@ -237,6 +229,10 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--line"]:
         print(json.dumps(measure(**json.loads(sys.argv[2]))))
     else:
-        print(json.dumps(environment(load_target()[0])))
-        for name in sys.argv[1:] or TABLES:
-            TABLES[name]()
+        arguments = parser(__doc__)
+        arguments.add_argument("tables", nargs="*", help=f"of {', '.join(TABLES)}")
+        args = arguments.parse_args()
+        if unknown := {*args.tables} - {*TABLES}:
+            arguments.error(f"there is no table {', '.join(unknown)}")
+        tables = {name: TABLES[name] for name in args.tables or TABLES}
+        measure_tables(tables, environment(load_target()[0]), args.output)

@@ -6,12 +6,13 @@ All models are tiny and random; float32 on the CPU.
 import csv
 import json
 
+import numpy as np
 import pytest
 from conftest import PATTERNS, plain, prompt_of, scripted_for
 from test_training import BLOCKS, block, build_target, build_trainer, changed, document, state
 
 import trainer_peagle
-from acceptance_peagle import decode, prompts_of
+from acceptance_peagle import decode, extrapolate, prompts_of
 
 
 def test_prompts_are_what_comes_before_the_first_answer():
@@ -77,6 +78,8 @@ def test_every_evaluation_has_the_true_tau_in_the_state_and_on_the_curve(tmp_pat
     tokens = [int(row["num_input_tokens_seen"]) for row in rows]
     assert tokens == sorted(tokens) and 0 < tokens[0] < tokens[-1]
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+    made = json.loads((tmp_path / "learning_curve.json").read_text())
+    assert made["settings"]["command"].startswith("python ") and made["environment"]["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("best", [0, 1, 2])
@@ -89,3 +92,41 @@ def test_the_checkpoint_of_the_best_tau_is_kept(tmp_path, monkeypatch, best):
     for index, step in enumerate((2, 4, 6)):
         there = trainer.model.from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
         assert (changed(there, state(trainer)) == set()) == (index == best)
+
+
+# Taus after so many tokens: one that nears 2.5, one that gains the same with every doubling.
+CURVES = {
+    "levelling": lambda tokens: 2.5 - 1.5 * (tokens / 1e5) ** -0.5,
+    "steady": lambda tokens: 1.25 + 0.15 * np.log(tokens / 1e5),
+}
+TOKENS = np.geomspace(1e5, 3e6, 10)
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_a_curve_without_noise_is_gone_on_with(name):
+    curve = CURVES[name]
+    tau, low, high = extrapolate(TOKENS.tolist(), curve(TOKENS).tolist())
+    assert low - 0.01 <= tau <= high + 0.01 and high - low < 0.02
+    assert tau == pytest.approx(curve(3e7), abs=0.02)
+    assert extrapolate(TOKENS.tolist(), curve(TOKENS).tolist(), factor=2)[0] == pytest.approx(curve(6e6), abs=0.01)
+    # A line in the logarithm, which knows nothing of levelling off, does for the steady one alone.
+    line = np.polyval(np.polyfit(np.log(TOKENS), curve(TOKENS), 1), np.log(3e7))
+    assert (abs(line - curve(3e7)) < 0.02) == (name == "steady")
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_interval_is_as_wide_as_the_noise_demands(name):
+    """It holds the truth in most draws of the noise, and not the tau of the last point, from which it is to tell a gain."""
+    curve, rng, held, stayed = CURVES[name], np.random.default_rng(0), 0, 0
+    for _ in range(20):
+        noise = rng.normal(size=len(TOKENS))
+        _, low, high = extrapolate(TOKENS.tolist(), (curve(TOKENS) + 0.01 * noise).tolist(), draws=300)
+        held, stayed = held + (low <= curve(3e7) <= high), stayed + (low <= curve(3e6))
+        _, lower, higher = extrapolate(TOKENS.tolist(), (curve(TOKENS) + 0.04 * noise).tolist(), draws=300)
+        assert higher - lower > 1.5 * (high - low)
+    assert held >= 16 and stayed == 0
+
+
+def test_too_few_points_tell_nothing():
+    with pytest.raises(ValueError, match="five points"):
+        extrapolate([1, 2, 3, 4], [1.0, 1.1, 1.2, 1.25])

@@ -1,0 +1,294 @@
+"""README has the numbers of the files in `results/`, and nothing else between its markers."""
+
+import copy
+import json
+import re
+import shutil
+import sys
+
+import pytest
+from conftest import ROOT
+from huggingface_hub import ModelCard
+
+from card_peagle import BLOCK, BLOCKS, main, write_card
+from environment_peagle import environment
+
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from tables import measure_tables  # noqa: E402
+
+
+README = (ROOT / "README.md").read_text()
+WRITTEN = [match[1] for match in BLOCK.findall(README)]
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """README and results/ in a folder of their own."""
+    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copytree(ROOT / "results", tmp_path / "results")
+    return tmp_path
+
+
+def changed_digit(text: str, start: int) -> str:
+    """The text with another digit in place of the first behind `start`."""
+    at = next(i for i in range(start, len(text)) if text[i].isdigit())
+    return text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :]
+
+
+def rows(block: str) -> list[list[str]]:
+    """The cells of all tables in a block, without their heads."""
+    lines = [line[2:-2].split(" | ") for line in block.splitlines() if line.startswith("| ")]
+    return [
+        line for i, line in enumerate(lines) if line[-1] != "---" and lines[i + 1 : i + 2] != [["---"] * len(line)]
+    ]
+
+
+def alone(name: str, folder) -> str:
+    """What a card says that has this one block."""
+    card = f"---\nbase_model: org/target\n---\n\n<!-- begin {name} --><!-- end {name} -->\n"
+    return BLOCK.search(write_card(card, folder)).group(3)
+
+
+# ---- README ---------------------------------------------------------------------------------------------------------
+
+
+def test_readme_has_the_numbers_of_the_results(capsys):
+    assert {"held_out", "prompts", "one_thread", "recipes"} <= {*WRITTEN}
+    assert main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_changed_digit_is_found_and_mended(name, copied, capsys):
+    readme = copied / "README.md"
+    wrong = changed_digit(README, README.index("| --- |", README.index(f"<!-- begin {name} -->")))
+    readme.write_text(wrong)
+    assert main(["--check"], copied) == 1
+    assert readme.read_text() == wrong  # --check writes nothing
+    told = [line for line in capsys.readouterr().out.splitlines() if line[0] in "+-"]
+    assert len(told) == 4 and "README.md" in told[0]  # two lines of names, the wrong one and the right one
+    assert main([], copied) == 0
+    assert readme.read_text() == README
+
+
+@pytest.mark.parametrize("file", ["held_out.json", "held_out_one_thread.json", "prompts.json", "recipes.jsonl"])
+def test_a_changed_result_is_found(file, copied):
+    path = copied / "results" / file
+    text = path.read_text()
+    key = '"eval_tau": ' if file.endswith("jsonl") else '"tau": '
+    path.write_text(changed_digit(text, text.rindex(key)))  # the total stands behind the prompts
+    assert main(["--check"], copied) == 1
+
+
+def test_a_changed_model_index_is_found(copied):
+    (copied / "README.md").write_text(changed_digit(README, README.index("      value: ")))
+    assert main(["--check"], copied) == 1
+
+
+def test_what_stands_around_the_blocks_is_left_alone(copied):
+    changed = README.replace("# P-EAGLE\n", "# P-EAGLE 17 *`\\ \n\n<!-- a note -->\n")
+    card = write_card(changed, copied / "results")
+    assert BLOCK.split(card)[0::5] == BLOCK.split(changed)[0::5]
+    assert ModelCard(card).data.tags == ModelCard(README).data.tags
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("<!-- begin spec_bench --><!-- end spec_bench -->", "there is no .*spec_bench.json"),
+        ("<!-- begin speeds --><!-- end speeds -->", "speeds"),
+        ("<!-- begin held_out -->", "do not pair"),
+        ("<!-- end held_out -->", "do not pair"),
+        ("<!-- begin held_out --><!-- begin prompts --><!-- end held_out --><!-- end prompts -->", "do not pair"),
+    ],
+)
+def test_blocks_that_cannot_be_written_are_refused(broken, told, copied):
+    with pytest.raises((FileNotFoundError, ValueError), match=told):
+        write_card(f"{README}\n{broken}\n", copied / "results")
+
+
+def test_the_model_index_has_the_totals_of_the_report():
+    card = ModelCard.load(ROOT / "README.md")
+    total = json.loads((ROOT / "results/held_out.json").read_text())["total"]
+    found = {
+        result.metric_type: result.metric_value
+        for result in card.data.eval_results
+        if result.dataset_type == "held_out"
+    }
+    assert found == {name: pytest.approx(total[name], abs=5e-4) for name in ("tau", "speed_up")}
+
+
+# ---- a report of several ways ---------------------------------------------------------------------------------------
+
+MACHINE = {"cpu": "Some CPU", "gpu": None, "threads": 2, "dtype": "float32", "load_warning": None}
+MACHINE |= {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.24.0"}
+SETTINGS = {
+    "command": "python evaluate_peagle.py --made up",
+    "prepack": True,
+    "temperature": 0.0,
+    "max_new_tokens": 128,
+}
+
+
+def numbers(tau, pace, over_plain, over_stock, **others):
+    drafts = {"joint": [0.5, 0.25, None], "round_ms": 60.0, "draft_ms": 5.0, "verify_ms": 50.0, "host_ms": 5.0}
+    ends = {"tau": [tau - 0.125, tau + 0.125], "speed_up": [over_plain - 0.25, over_plain + 0.25]} if tau else {}
+    speeds = {"speed_up": over_plain, "speed_up_over_stock": over_stock, "tokens_per_second": pace}
+    row = {"tau": tau, "end_to_end_tokens_per_second": pace / 2, "identical": 0.5, "break_even": None}
+    return row | speeds | drafts | {"intervals": ends} | others
+
+
+def report():
+    """A report of all ways with two categories of two prompts, where everything is another number."""
+    ways = {}
+    depths = {"stock": 0, "plain": 0, "lookup": 10, "chain:4": 4, "tree:15": 8, "auto": 8, "sequential": 4}
+    for i, (name, depth) in enumerate(depths.items()):
+        tau = 1 + i / 4 if depth else None
+        total = numbers(tau, 10.0 + i, 1 + i / 16, 1 + i / 8, break_even={"needed_tau": 1 + i / 2} if depth else None)
+        total["geometric_mean"] = {"speed_up": 1 + i / 32, "speed_up_over_stock": 1 + i / 64, "intervals": {}}
+        total["worst_category"] = {"name": "maths", "speed_up": 0.5 + i / 100}
+        kinds = {
+            kind: numbers(tau and tau + j, 20.0, 2.0 + i + j, 3.0 + i + j) for j, kind in enumerate(("chat", "maths"))
+        }
+        prompts = [{"id": str(n), "category": "maths" if n else "chat", "identical": float(n != 2)} for n in range(4)]
+        sizes = {"depth": depth, "nodes": 15 if "tree" in name else None}
+        ways[name] = sizes | {"total": total, "categories": kinds, "prompts": prompts}
+    made = {"settings": SETTINGS, "environment": MACHINE, "overlap": {"count": 3, "conversations": 1475}}
+    return copy.deepcopy(made | {"ways": ways, "promise_broken": False})
+
+
+def write(folder, **changes):
+    (folder / "spec_bench.json").write_text(json.dumps(report() | changes))
+    return folder
+
+
+def test_every_way_stands_beside_the_others(tmp_path):
+    block = alone("spec_bench", write(tmp_path))
+    ways = rows(block)
+    assert [row[0] for row in ways[:7]] == [
+        "stock plain",
+        "prepacked plain",
+        "prompt lookup",
+        "chain, K = 4",
+        "tree, N = 15",
+        "`auto`, the default",
+        "sequential drafter, K = 4",
+    ]
+    assert ways[1] == ["prepacked plain", "–", "11.0", "5.50", "1.06x", "1.12x", "3 of 4"]
+    assert ways[4] == [
+        "tree, N = 15",
+        "2.00 (1.88 to 2.12)",
+        "14.0",
+        "7.00",
+        "1.25x (1.00 to 1.50)",
+        "1.50x",
+        "3 of 4",
+    ]
+    # What rounds take is told of drafters.
+    assert [row[0] for row in ways[7:]] == [row[0] for row in ways[3:7]]
+    assert ways[8] == ["tree, N = 15", "50% / 25% / –", "60.0", "50.0", "5.0", "5.0", "3.00"]
+    assert "4 prompts, up to 128 new tokens each, greedy; 3 of them overlap the 1,475 training conversations" in block
+    assert block.rstrip().endswith(
+        "```bash\npython evaluate_peagle.py --made up\n```\n\n"
+        "Some CPU, 2 threads, float32, python 3.11.7, torch 2.13.0, transformers 5.24.0."
+    )
+
+
+def test_categories_stand_above_their_mean(tmp_path):
+    block = alone("spec_bench_categories", write(tmp_path))
+    first, second, mean = rows(block)
+    assert first[:2] == ["chat", "1"] and second[:2] == ["maths", "3"] and mean[1] == "4"
+    # Tau of the chain, the tree and auto, and what auto gains.
+    assert second[2:] == [
+        "2.75 (2.62 to 2.88)",
+        "3.00 (2.88 to 3.12)",
+        "3.25 (3.12 to 3.38)",
+        "8.00x (7.75 to 8.25)",
+        "9.00x",
+    ]
+    assert mean[2].startswith("1.75 ") and mean[-2:] == ["1.16x", "1.08x"]
+    assert "least in maths: 0.55x" in block
+
+
+@pytest.mark.parametrize(
+    "reason", [{"load_warning": "WARNING: busy, do not."}, {"trusted": False, "disturbances": ["busy, do not"]}]
+)
+def test_times_of_a_disturbed_machine_are_called_so(reason, tmp_path):
+    """And do not stand in the model-index."""
+
+    def speeds(folder):
+        card = write_card("---\nbase_model: org/target\n---\n", folder)
+        return [result.metric_type for result in ModelCard(card).data.eval_results]
+
+    assert "not to be trusted" not in alone("spec_bench", write(tmp_path))
+    assert speeds(tmp_path) == ["tau", "speed_up"] * 3
+    write(tmp_path, environment=MACHINE | reason)
+    for name in ("spec_bench", "spec_bench_categories"):
+        assert "busy, do not**." in alone(name, tmp_path) and "The times are not to be trusted" in alone(
+            name, tmp_path
+        )
+    assert speeds(tmp_path) == ["tau"] * 3
+
+
+def test_a_report_of_other_answers_makes_no_card(tmp_path):
+    with pytest.raises(ValueError, match="spec_bench.json.*a bug"):
+        alone("spec_bench", write(tmp_path, promise_broken=True))
+
+
+# ---- what training and the benchmarks write -------------------------------------------------------------------------
+
+
+def test_recipes_are_named_by_their_options(tmp_path):
+    lines = [
+        {"recipe": "kl", "options": [], "command": "one", "eval_tau": 1.25, "eval_accuracy_depth_0": 0.5},
+        {
+            "recipe": "ce",
+            "options": ["--loss", "ce"],
+            "command": "one",
+            "eval_tau": 1.5,
+            "eval_accuracy_depth_0": 0.25,
+        },
+    ]
+    (tmp_path / "recipes.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    block = alone("recipes", tmp_path)
+    assert rows(block) == [["the defaults", "1.25", "50.0%"], ["`--loss ce`", "**1.50**", "25.0%"]]
+    assert "```bash\none\n```\n\nThe machine was not recorded." in block
+    lines[1] |= {"environment": MACHINE}
+    (tmp_path / "recipes.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert "Some CPU, 2 threads" in alone("recipes", tmp_path)
+
+
+def test_what_more_tokens_would_bring_is_called_an_extrapolation(tmp_path):
+    points = [(1000 * 2**i, 3 - 2 * (2.0**i) ** -0.25) for i in range(6)]
+    lines = ["step,num_input_tokens_seen,eval_tau", *(f"1,{tokens},{tau}" for tokens, tau in points)]
+    (tmp_path / "learning_curve.csv").write_text("\n".join(lines))
+    with pytest.raises(FileNotFoundError, match="learning_curve.json"):
+        alone("learning_curve", tmp_path)
+    (tmp_path / "learning_curve.json").write_text(json.dumps({"settings": SETTINGS, "environment": MACHINE}))
+    block = alone("learning_curve", tmp_path)
+    assert rows(block) == [[f"{tokens:,}", f"{tau:.2f}"] for tokens, tau in points]
+    told = re.search(
+        r"Extrapolated, not measured: ten times the tokens, 320,000, would bring tau (\S+) \((\S+) to (\S+)\)", block
+    )
+    assert [float(number) for number in told.groups()] == pytest.approx([3 - 2 * 320**-0.25] * 3, abs=0.05)
+
+
+def test_a_benchmark_writes_what_the_card_shows(tmp_path, llama, capsys):
+    def shape():
+        yield {"K_train": 5, "slots": 9174, "step, s": 9.04, "peak memory, GiB": 0.854, "note": None}
+        yield {"K_train": 1, "slots": 4095, "step, s": 28.84, "peak memory, GiB": 0.78, "note": None}
+
+    measure_tables({"shape": shape}, environment(llama), str(tmp_path / "training.json"))
+    assert "9,174" in capsys.readouterr().out
+    block = alone("training_shape", tmp_path)
+    assert rows(block) == [["5", "9,174", "9.04", "0.85"], ["1", "4,095", "28.8", "0.78"]]  # no column of nothing
+    assert "```bash\npython " in block and "float32" in block
+    with pytest.raises(ValueError, match="no table length"):
+        alone("training_length", tmp_path)
+
+
+def test_every_benchmark_table_has_a_block():
+    import training
+
+    assert {name.removeprefix("training_") for name in BLOCKS if name.startswith("training_")} == {*training.TABLES}
