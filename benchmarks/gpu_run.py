@@ -60,8 +60,8 @@ SMOKE = {
     "minutes": 20,  # so that the counts decide
     "writers": 1,
     "disk": 1,
-    "self": ["--num_conversations", "7"],
-    "prompts": ["--num_prompts", "8"],
+    "self": ["--num_conversations", "4"],
+    "prompts": ["--num_prompts", "6"],
     "write": ["--max_new_tokens", "96", "--batch_size", "4", "--max_length", "1024"],
     "pack": ["--max_seq_len", "256", "--eval_fraction", "0.2"],
     "train": ["--batch_size", "2", "--num_epochs", "1", "--use_cpu", "true", "--eval_prompts", "1"]
@@ -143,20 +143,35 @@ def train(run: Run, args, scale: dict, blocks: Path, drafter: Path) -> None:
 
 
 def evaluate(run: Run, args, scale: dict, drafter: Path) -> None:
-    taus = {}
+    reports = {way: run.result / f"report_{way}.json" for way in WAYS}
     for number, (way, options) in enumerate(WAYS.items()):
-        report = run.result / f"report_{way}.json"
-        if not (report.exists() and report.stat().st_size):
-            command = ["evaluate_peagle.py", "--drafter", drafter, "--quiet", "true", "--output", report, *options]
+        if not written(reports[way]):
+            command = [
+                "evaluate_peagle.py",
+                "--drafter",
+                drafter,
+                "--quiet",
+                "true",
+                "--output",
+                reports[way],
+                *options,
+            ]
             command += [*scale["evaluate"], "--prompts", args.prompts, *target_as("--target", args)]
-            # Interrupted, it reports on the prompts that it has answered.
-            run.execute("evaluate", {f"evaluate_{way}": command}, run.seconds_left("evaluate") / (len(WAYS) - number))
-        if report.exists() and report.stat().st_size:
-            taus[way] = json.loads(report.read_text())["total"]["tau"]
-    if len(taus) < len(WAYS):
-        missing = ", ".join(sorted(WAYS.keys() - taus))
-        raise ValueError(f"no time was left to evaluate {missing}: repeat the command with more --minutes")
-    run.done("evaluate", tau=taus)
+            limit = run.seconds_left("evaluate") / (len(WAYS) - number)
+            try:  # interrupted, it reports on the prompts that it has answered
+                run.execute("evaluate", {f"evaluate_{way}": command}, limit)
+            except SystemExit:  # where answers differ from plain ones it fails, but not without a report
+                if not written(reports[way]):
+                    raise
+    if missing := [way for way, report in reports.items() if not written(report)]:
+        raise ValueError(f"no time was left to evaluate {', '.join(missing)}: repeat the command with more --minutes")
+    found = {way: json.loads(report.read_text()) for way, report in reports.items()}
+    broken = [way for way, report in found.items() if report["promise_broken"]]
+    run.done("evaluate", tau={way: report["total"]["tau"] for way, report in found.items()}, promise_broken=broken)
+
+
+def written(report: Path) -> bool:
+    return report.exists() and report.stat().st_size > 0
 
 
 def collect(run: Run, drafter: Path, chats: list[Path]) -> None:
@@ -228,9 +243,11 @@ def main(arguments: list[str]) -> None:
             run.done("pack", **{side: made[side] for side in ("train", "eval")})
         if not run.is_done("train"):
             train(run, args, scale, blocks, drafter)
-        if not run.is_done("evaluate"):
-            evaluate(run, args, scale, drafter)
-        collect(run, drafter, chats)
+        try:
+            if not run.is_done("evaluate"):
+                evaluate(run, args, scale, drafter)
+        finally:  # a drafter that is there is brought back
+            collect(run, drafter, chats)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

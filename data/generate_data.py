@@ -187,8 +187,8 @@ def generate_data(
         temperatures: taken in turn by the rows. ``seed``: of all sampling.
         max_new_tokens: of an answer. ``max_turns``: answers of a conversation; if unset all of a row, or one.
         max_minutes: no conversation is begun after so many; those under way are finished, and the others counted as
-            "not asked" (of a data set on the Hub, which would have to be fetched for that, they are not counted). The
-            same call asks them later.
+            "not asked" (not those of a data set, which would have to be read to its end for that). The same call asks
+            them later.
         progress: show the cost, a bar and the counts.
 
     Returns the manifest, which lies beside the output: "settings", and "counts" with "in" = "done" + all
