@@ -63,9 +63,9 @@ SMOKE = {
     "self": ["--num_conversations", "4"],
     "prompts": ["--num_prompts", "6"],
     "write": ["--max_new_tokens", "96", "--batch_size", "4", "--max_length", "1024"],
-    "pack": ["--max_seq_len", "256", "--eval_fraction", "0.2"],
-    "train": ["--batch_size", "2", "--num_epochs", "1", "--use_cpu", "true", "--eval_prompts", "1"]
-    + ["--eval_new_tokens", "4", "--draft_vocab_size", "1024"],
+    "pack": ["--max_seq_len", "256", "--eval_fraction", "0.1"],
+    "train": ["--num_epochs", "0.4", "--use_cpu", "true", "--save_every", "0.5", "--draft_vocab_size", "1024"]
+    + ["--eval_prompts", "1", "--eval_new_tokens", "4"],
     "evaluate": ["--num_prompts", "1", "--max_new_tokens", "8"],
 }
 RECIPE = ["--markov_rank", "64", "--depth_weights", "survival"]
