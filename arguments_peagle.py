@@ -86,6 +86,11 @@ class PEagleArguments(TrainingArguments):
     )
 
     num_train_epochs: float = HfArg(default=3.0, aliases=["--num_epochs"], help="Passes over the data.")
+    max_minutes: float | None = HfArg(
+        default=None,
+        help="Take only as many steps as fit into so many minutes by a measured one, so that the schedule ends in time; what "
+        "evaluations take comes on top. A resumed run keeps the number that it began with.",
+    )
     per_device_train_batch_size: int = HfArg(
         default=1, aliases=["--batch_size"], help="Packed blocks per device and step."
     )
@@ -169,6 +174,8 @@ class PEagleArguments(TrainingArguments):
             raise ValueError(
                 "--dataloader_persistent_workers must stay false: kept workers would not learn of a new epoch."
             )
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise ValueError(f"--max_minutes is {self.max_minutes}; it has to be above 0.")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval_fraction is {self.eval_fraction}; choose from 0 (hold nothing out) to below 1.")
         if self.segment_length < 2:  # the first token of a text may have no slot

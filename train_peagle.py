@@ -175,21 +175,31 @@ def check_draft_vocabulary(checkpoint: str, drafter: Drafter):
                 )
 
 
-def cost(trainer: PEagleTrainer, tokens: int) -> str:
-    """What training will take, in words, from one measured step. `tokens` is what an epoch reads."""
-    args, batches = trainer.args, trainer.get_train_dataloader()
-    updates = math.ceil(len(batches) / args.gradient_accumulation_steps)
-    updates = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
-    forwards = updates * args.gradient_accumulation_steps
+def planned_updates(trainer: PEagleTrainer) -> int:
+    args = trainer.args
+    updates = math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
+
+
+def measure_batch(trainer: PEagleTrainer) -> tuple[dict, float]:
+    """A batch of the training data, and the seconds that one like it takes (the optimizer apart), in the slowest process."""
     with torch.random.fork_rng():
-        batch = next(iter(batches))
+        batch = next(iter(trainer.get_train_dataloader()))
         seconds = []
         for _ in range(2):  # the first warms up
             start = time.perf_counter()
-            trainer.training_step(trainer.model, batch, torch.ones((), device=args.device))
+            trainer.training_step(trainer.model, batch, torch.ones((), device=trainer.args.device))
             seconds.append(time.perf_counter() - start)
         trainer.model.zero_grad(set_to_none=True)
         trainer.forget_metrics()
+    last = torch.tensor([seconds[-1]], device=trainer.args.device)
+    return batch, trainer.accelerator.gather(last).max().item()
+
+
+def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> str:
+    """What training will take, in words; `tokens` is what an epoch reads, the rest from [`measure_batch`]."""
+    args, updates = trainer.args, planned_updates(trainer)
+    forwards = updates * args.gradient_accumulation_steps
     parameters = list(trainer.model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     read, slots = batch["input_ids"].numel(), batch["anchor"].numel()
@@ -217,16 +227,20 @@ def cost(trainer: PEagleTrainer, tokens: int) -> str:
     return (
         f"{tokens:,} tokens an epoch, the target's outputs {signals}; {trained:,} trained parameters\n"
         f"{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,} tokens and "
-        f"{slots:,} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds[-1] * forwards))} "
-        f"at {seconds[-1]:.2f} s a batch, without evaluations\n"
+        f"{slots:,} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds * forwards))} "
+        f"at {seconds:.2f} s a batch, without evaluations\n"
         f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB on the disk for {checkpoints} checkpoint{'s' * (checkpoints > 1)}"
     )
+
+
+def state_of(checkpoint: str) -> TrainerState:
+    return TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
 
 
 def train_on(trainer: PEagleTrainer, checkpoint: str | None):
     """Trains, from a checkpoint if there is one. Of a run that has all its steps the Trainer would take one more."""
     if checkpoint is not None:
-        state = TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
+        state = state_of(checkpoint)
         if 0 < trainer.args.max_steps <= state.global_step:
             print(f"{checkpoint} has all of its {state.global_step} steps; it is only evaluated and saved")
             trainer.state = state
@@ -297,7 +311,14 @@ def main(args: PEagleArguments):
     checkpoint = checkpoint_to_resume(args, config)
     if checkpoint is not None:
         check_draft_vocabulary(checkpoint, drafter)
-    expected = cost(trainer, int(seen.sum()))
+    batch, seconds = measure_batch(trainer)
+    if args.max_minutes is not None:
+        if checkpoint is not None:
+            args.max_steps = state_of(checkpoint).max_steps
+        else:
+            fitting = int(60 * args.max_minutes / (seconds * args.gradient_accumulation_steps))
+            args.max_steps = max(1, min(fitting, planned_updates(trainer)))
+    expected = cost(trainer, int(seen.sum()), batch, seconds)
     if args.process_index == 0:
         print(expected)
         if sys.stdin.isatty() and not args.yes and input("start? [Y/n] ").strip().lower() not in ("", "y", "yes"):

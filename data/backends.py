@@ -116,8 +116,8 @@ class InProcess:
     Args:
         target, tokenizer: as `load_target` gives them.
         batch_size: rows per forward.
-        max_length: longest conversation in tokens, answer included; the target's context if that is shorter. On a
-            CPU, memory for ``batch_size`` times as many is taken at the start.
+        max_length: longest conversation in tokens, answer included; the target's context if that is shorter.
+            Memory for ``batch_size`` times as many is taken at the start.
     """
 
     def __init__(
@@ -134,6 +134,8 @@ class InProcess:
         self.max_length = min(max_length, target.config.get_text_config().max_position_embeddings)
         self.settings = {"back_end": "in process", "target": public_name(target.name_or_path)}
         self.settings |= {"target_weights": weights_fingerprint(target), "max_length": self.max_length}
+        if target.dtype != torch.float32:  # unnamed, so that what was begun before this was told can be gone on with
+            self.settings["dtype"] = str(target.dtype).removeprefix("torch.")
         self.stop_ids = stop_token_ids(target.generation_config)
         self.stop_ids |= {i for i in [tokenizer.eos_token_id] if i is not None}
         self.ends = {}
@@ -149,13 +151,13 @@ class InProcess:
 
     def _start(self) -> None:
         """At the first request, because the cache takes memory and there may be nothing to ask."""
-        on_cpu = self.target.device.type == "cpu"
+        page_size = PAGE if self.target.device.type == "cpu" else 256  # what flash attention takes
         config = ContinuousBatchingConfig(
             max_requests_per_batch=self.batch_size,
-            max_batch_tokens=max(PREFILL, self.batch_size) if on_cpu else None,
-            # Otherwise most of the machine's memory. Its scheduler keeps a seventh of the pages free.
-            num_blocks=-(-self.batch_size * self.max_length * 6 // 5 // PAGE) + 1 if on_cpu else None,
-            page_size=PAGE if on_cpu else 256,
+            max_batch_tokens=max(PREFILL, self.batch_size),
+            # Otherwise most of the memory, as if nothing else used it. Its scheduler keeps a seventh of the pages free.
+            num_blocks=-(-self.batch_size * self.max_length * 6 // 5 // page_size) + 1,
+            page_size=page_size,
         )
         # Argmax, because SeededSampling draws; made anew, because the model's own may hold penalties and cut-offs.
         plain = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)

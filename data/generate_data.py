@@ -187,6 +187,7 @@ def generate_data(
     seed: int = 0,
     max_new_tokens: int = 512,
     max_turns: int | None = None,
+    max_minutes: float | None = None,
     progress: bool = True,
 ) -> dict:
     """Write conversations to the JSON Lines file ``output``, or go on with it; see the module's docstring.
@@ -198,15 +199,21 @@ def generate_data(
         num_conversations: rows of the input to use; all if unset, or SELF_PROMPTED. More may be asked for later.
         temperatures: taken in turn by the rows. ``seed``: of all sampling.
         max_new_tokens: of an answer. ``max_turns``: answers of a conversation; if unset all of a row, or one.
+        max_minutes: no conversation is begun after so many; those under way are finished, and the others counted as
+            "not asked" (not those of a data set, which would have to be read to its end for that). The same call asks
+            them later.
         progress: show the cost, a bar and the counts.
 
     Returns the manifest, which lies beside the output: "settings", and "counts" with "in" = "done" + all
-    "skipped: <reason>" + all "failed: <reason>", and other things worth knowing. What failed is asked again when the
-    command is repeated; what is there already counts as done.
+    "skipped: <reason>" + all "failed: <reason>" + "not asked: out of time", and other things worth knowing. What failed is
+    asked again when the command is repeated; what is there already counts as done.
     Raises ValueError: an argument is out of range, the output was made with other settings, or no conversation came of
     it. OSError: unreadable files.
     """
     check_counts(num_conversations=num_conversations, max_new_tokens=max_new_tokens, max_turns=max_turns)
+    if max_minutes is not None and not max_minutes > 0:
+        raise ValueError(f"max_minutes is {max_minutes}: it has to be above 0")
+    deadline = math.inf if max_minutes is None else time.monotonic() + 60 * max_minutes
     if not temperatures or not all(0 <= temperature < math.inf for temperature in temperatures):
         raise ValueError(f"temperatures are {list(temperatures)}: at least one is needed, and each of 0 or more")
     output, counted = Path(output), prompts is None or Path(prompts).is_file()
@@ -243,6 +250,11 @@ def generate_data(
             if name in store.rows:
                 report.counts.update(["in", "done"])
                 report.counts.update(store.rows[name])
+                continue
+            if isinstance(plan, dict) and time.monotonic() > deadline:
+                if not counted:
+                    return
+                report.counts.update(["in", "not asked: out of time"])
                 continue
             yield name, plan
 
@@ -286,7 +298,7 @@ def generate_data(
                 store.write(row)
                 report.add(name, "done", notes=notes + _cuts(row))
     counts = report.counts
-    lost = sum(count for name, count in counts.items() if name.startswith(("skipped", "failed")))
+    lost = sum(count for name, count in counts.items() if name.startswith(("skipped", "failed", "not asked")))
     assert counts["in"] == counts["done"] + lost, counts
     if progress:
         print(f"{output}: {report}")
@@ -299,7 +311,7 @@ def generate_data(
 def _backend(args) -> tuple[InProcess | Server, object]:
     """The back end that the arguments ask for, and the tokenizer if one is known."""
     if args.base_url is None:
-        target, tokenizer = load_target(args.target_model)
+        target, tokenizer = load_target(args.target_model, dtype=args.dtype)
         return InProcess(target, tokenizer, batch_size=args.batch_size, max_length=args.max_length), tokenizer
     tokenizer, stop_ids = load_tokenizer(args.target_model) if args.target_model else (None, set())
     options = {"tokenizer": tokenizer, "stop_ids": stop_ids, "concurrency": args.concurrency}
@@ -322,6 +334,11 @@ def main(arguments: list[str] | None = None) -> None:
         help="the server is vLLM: ask for token ids, to keep answers that are cut too",
     )
     add("--batch_size", type=int, default=8, help="rows per forward in this process (%(default)s)")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the target in this process; float32 on a CPU, else the checkpoint's, if unset",
+    )
     add("--max_length", type=int, default=2048, help="tokens of a conversation in this process (%(default)s)")
     add("--num_conversations", type=int, help=f"rows of the input; all if unset, {SELF_PROMPTED} self-prompted")
     add(
@@ -334,9 +351,10 @@ def main(arguments: list[str] | None = None) -> None:
     add("--seed", type=int, default=0, help="of all sampling (%(default)s)")
     add("--max_new_tokens", type=int, default=512, help="tokens of an answer at most (%(default)s)")
     add("--max_turns", type=int, help="answers of a conversation at most; if unset all of a row, one self-prompted")
+    add("--max_minutes", type=float, help="begin no conversation after so many; no limit if unset")
     add_hub_arguments(parser)
     args = parser.parse_args(arguments)
-    names = ("prompts", "num_conversations", "temperatures", "seed", "max_new_tokens", "max_turns")
+    names = ("prompts", "num_conversations", "temperatures", "seed", "max_new_tokens", "max_turns", "max_minutes")
     counts = ("batch_size", "max_length", "concurrency", "num_conversations", "max_new_tokens", "max_turns")
     try:
         check_counts(**{name: getattr(args, name) for name in counts})  # before the target is loaded

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from datetime import datetime
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -398,3 +399,48 @@ def test_a_killed_run_goes_on_and_gives_the_same_rows(folder, target, tokenizer,
     (tmp_path / "out.jsonl.manifest.json").unlink()
     with pytest.raises(ValueError, match="name another output"):
         run(output, target, tokenizer, **options)
+
+
+def test_what_no_time_is_left_for_is_counted_and_asked_later(target, tokenizer, tmp_path, monkeypatch):
+    prompts, output = write_prompts(tmp_path / "prompts.jsonl", 16), tmp_path / "out.jsonl"
+    with open(prompts, "a") as file:
+        file.write("{\n")  # what takes no time is told, late as it may be
+    options = {"prompts": prompts, "batch_size": 1, "max_new_tokens": 30}
+    whole, all_counts = run(tmp_path / "whole.jsonl", target, tokenizer, **options)
+
+    def minutes():  # every row takes one
+        return 60.0 * output.read_bytes().count(b"\n") if output.exists() else 0.0
+
+    monkeypatch.setattr("data.generate_data.time", SimpleNamespace(monotonic=minutes))
+    rows, counts = run(output, target, tokenizer, **options, max_minutes=3)
+    assert 4 <= len(rows) < 10 and rows == whole[: len(rows)]  # those under way at that moment were finished
+    told = {name: count for name, count in counts.items() if not name.startswith("of the done")}
+    assert told == {
+        **{"in": 17, "done": len(rows), "not asked: out of time": 16 - len(rows), "skipped: invalid JSON": 1}
+    }
+    again, counts = run(output, target, tokenizer, **options)
+    assert again == whole and counts == all_counts
+    with pytest.raises(ValueError, match="max_minutes is 0: it has to be above 0"):
+        run(output, target, tokenizer, **options, max_minutes=0)
+
+
+def test_rows_there_behind_those_not_asked_count_as_done(target, tokenizer, tmp_path):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 6)
+    options = {"prompts": prompts, "max_new_tokens": 2}
+    run(tmp_path / "out.jsonl", target, tokenizer, **options)
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "out.jsonl").write_bytes(b"".join(lines[3:]))  # as where the first requests had failed
+    rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, **options, max_minutes=1e-9)
+    assert [row["id"] for row in rows] == ["q3", "q4", "q5"]
+    assert [counts[name] for name in ("in", "done", "not asked: out of time")] == [6, 3, 3]
+
+
+def test_the_dtype_that_wrote_binds_the_output(folder, target, tokenizer, tmp_path):
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 2)
+    command = ["--output", str(tmp_path / "out.jsonl"), "--target_model", folder, "--prompts", prompts]
+    command += ["--max_new_tokens", "2", "--max_length", "448"]
+    main([*command, "--dtype", "bfloat16"])
+    settings = json.loads((tmp_path / "out.jsonl.manifest.json").read_text())["settings"]
+    assert settings["dtype"] == "bfloat16"
+    with pytest.raises(SystemExit, match="was made with dtype 'bfloat16', not None"):
+        main(command)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -120,6 +121,7 @@ def test_a_file_of_which_nothing_is_held_out_trains(workplace, tmp_path):
         ({"feature_noise": float("nan")}, "--feature_noise is nan"),
         ({"max_anchors": 0}, "--max_anchors is 0"),
         ({"markov_rank": -1}, "--markov_rank is -1"),
+        ({"max_minutes": 0}, "--max_minutes is 0"),
         ({"dataloader_persistent_workers": True, "dataloader_num_workers": 1}, "--dataloader_persistent_workers"),
     ],
 )
@@ -267,3 +269,31 @@ def test_the_command_spreads_a_drafter_as_the_configuration_says(workplace, tmp_
         for name, tensor in one.items():
             torch.testing.assert_close(other[name], tensor, atol=1e-3, rtol=1e-3, msg=name)
     assert json.loads((tmp_path / "fsdp2/out/config.json").read_text())["auto_map"]["AutoModel"].startswith("modeling")
+
+
+def test_the_steps_are_those_that_fit_into_the_time(workplace, tmp_path, monkeypatch, capsys):
+    measured = train_peagle.measure_batch
+    monkeypatch.setattr(train_peagle, "measure_batch", lambda trainer: (measured(trainer)[0], 6.0))
+    options = {"max_steps": -1, "num_train_epochs": 50, "gradient_accumulation_steps": 2, "save_steps": 2}
+
+    def state(folder, number):
+        return json.loads((folder / f"checkpoint-{number}/trainer_state.json").read_text())
+
+    main(arguments_for(workplace, tmp_path / "a", **options, max_minutes=0.8))
+    assert "4 updates of 2 x 1 batches" in capsys.readouterr().out  # 48 s at 12 s
+    assert state(tmp_path / "a", 4)["max_steps"] == 4
+    rates = [entry["learning_rate"] for entry in state(tmp_path / "a", 4)["log_history"] if "learning_rate" in entry]
+    # A resumed run has the same schedule, whatever time it is given; a finished one takes no further step.
+    shutil.rmtree(tmp_path / "a/checkpoint-4")
+    resumed = options | {"max_minutes": 99, "resume_from_checkpoint": "true"}
+    main(arguments_for(workplace, tmp_path / "a", **resumed))
+    assert state(tmp_path / "a", 4)["max_steps"] == 4 and "4 updates of" in capsys.readouterr().out
+    assert rates == [
+        entry["learning_rate"] for entry in state(tmp_path / "a", 4)["log_history"] if "learning_rate" in entry
+    ]
+    # No more than the epochs have, and one step at least.
+    main(arguments_for(workplace, tmp_path / "b", **options | {"num_train_epochs": 1}, max_minutes=99))
+    most = int(re.search(r"(\d+) updates of", capsys.readouterr().out)[1])
+    assert 0 < most < 30 and (tmp_path / "b/model.safetensors").exists()
+    main(arguments_for(workplace, tmp_path / "c", **options, max_minutes=0.01))
+    assert "1 updates of 2 x 1" in capsys.readouterr().out
