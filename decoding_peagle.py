@@ -245,7 +245,7 @@ def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape, p
         shape (`int` or `list[tuple[int, ...]]`, *optional*): See [`speculative_generate`].
         pick (`Callable`): [`Draws`] for a chain that is drawn, those that [`Drafter.draft`] picked by.
     """
-    if pick is not best:
+    if isinstance(pick, Draws):
         return draw_chain(drafter, logits.float(), draft_ids, pick)
     if shape is None:
         return DraftTree.chain(draft_ids[drafter.choose(logits)].tolist())

@@ -328,6 +328,8 @@ class Drafter:
             os.makedirs(os.path.join(save_directory, os.path.dirname(MARKOV_FILE)), exist_ok=True)
             save_file(head, os.path.join(save_directory, MARKOV_FILE), metadata={"format": "pt"})
             state_dict = tensors
+        # Under our names of the tensors, whatever they were called in the checkpoint that was loaded.
+        kwargs = {"save_original_format": False} | kwargs
         super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
 
     @classmethod
@@ -378,7 +380,8 @@ class Drafter:
         self._markov_head_is_apart = bool(apart)
         if self.config.own_embeddings is None:  # others have published it
             loading_info.unexpected_keys -= UNREAD
-            self.config.own_embeddings = "embed_tokens.weight" not in loading_info.missing_keys
+            fits = self.config.hidden_size == self.config.target_hidden_size
+            self.config.own_embeddings = not (fits and "embed_tokens.weight" in loading_info.missing_keys)
             if not self.config.own_embeddings:
                 del self.embed_tokens
                 loading_info.missing_keys.remove("embed_tokens.weight")

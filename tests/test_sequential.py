@@ -41,13 +41,12 @@ def near_miss(target, continuation, **fields):
     return make_sequential(target, draft_ids=continuation.unique()[:3], **fields)
 
 
-@torch.no_grad()
-def by_definition(drafter, target, tokens, features, anchor, chain):
+def by_definition(drafter, table, tokens, features, anchor, chain, feed=lambda state: state):
     """Scores at each depth behind `anchor`, by EAGLE-3's loop without a cache: all slots are computed anew at each depth.
 
-    `chain` are the tokens drafted at depths 0, 1, and so on.
+    `chain` are the tokens drafted at depths 0, 1, and so on; `feed` may spoil what a depth hands to the next.
     """
-    table, config, layer = target.get_input_embeddings().weight, drafter.config, drafter.layers[0]
+    config, layer = drafter.config, drafter.layers[0]
     states, ids = drafter.fuse(features[0, : anchor + 1]), tokens[1 : anchor + 2]
     scores = []
     for drafts in range(len(chain) + 1):
@@ -62,7 +61,7 @@ def by_definition(drafter, target, tokens, features, anchor, chain):
         scores.append(drafter.lm_head(drafter.norm(hidden[0, -1])))
         if drafts < len(chain):
             fed = drafter.norm(hidden[0, -1]) if config.norm_output else hidden[0, -1]
-            states, ids = torch.cat([states, fed[None]]), torch.cat([ids, chain[drafts : drafts + 1]])
+            states, ids = torch.cat([states, feed(fed)[None]]), torch.cat([ids, chain[drafts : drafts + 1]])
     return torch.stack(scores)
 
 
@@ -74,6 +73,7 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+@torch.no_grad()
 def test_drafting_is_the_loop_of_eagle3(llama, style):
     drafter, tokens = make_sequential(llama, **style), prompt_of(12)[0]
     features, table, cache = features_of(llama, drafter, tokens), llama.get_input_embeddings().weight, DynamicCache()
@@ -81,12 +81,13 @@ def test_drafting_is_the_loop_of_eagle3(llama, style):
         logits = drafter.draft(tokens[start : end + 1], features[:, start:end], DEPTHS, cache, table)
         assert cache.get_seq_length() == end
         chain = drafter.choose(logits)
-        expected = by_definition(drafter, llama, tokens, features, end - 1, chain[:-1])
+        arguments = drafter, table, tokens, features, end - 1
+        expected = by_definition(*arguments, chain[:-1])
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
-        wrong = by_definition(drafter, llama, tokens, features, end - 1, (chain[:-1] + 1) % VOCAB)
+        wrong = by_definition(*arguments, (chain[:-1] + 1) % VOCAB)
         assert (wrong - expected)[1:].abs().max() > 1e-3
         drafter.config.norm_output = not drafter.config.norm_output
-        wrong = by_definition(drafter, llama, tokens, features, end - 1, chain[:-1])
+        wrong = by_definition(*arguments, chain[:-1])
         assert (wrong - expected)[1:].abs().max() > 1e-3
         drafter.config.norm_output = not drafter.config.norm_output
 
