@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import SIZES, VOCAB, drafted, make_target, plain, prompt_of
 from safetensors.torch import load_file, save_file
 from test_model import features_of
@@ -161,13 +162,14 @@ def test_it_drafts_what_it_was_published_to_draft(llama, published):
 
 
 @pytest.mark.parametrize("published", ["EAGLE-3", "EAGLE-3, speculators"], indirect=True)
-@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output", "fc_norm"])
+@pytest.mark.parametrize("flag", ["norm_before_residual", "norm_output", "norm_before_fc"])
 def test_a_flag_that_is_lost_is_seen(llama, published, flag):
     drafter, folder = published
     loaded, prompt = load_drafter(folder), prompt_of(9)
     features, table = features_of(llama, drafter, prompt[0])[:, :8], llama.get_input_embeddings().weight
-    if flag == "fc_norm":
-        drafter.fuse = lambda features: drafter.fc(torch.nn.functional.rms_norm(features, features.shape[-1:]) * 1.5)
+    if flag == "norm_before_fc":
+        normed = drafter.config.norm_before_fc
+        drafter.fuse = lambda features: drafter.fc(features if normed else F.rms_norm(features, features.shape[-1:]))
     elif flag == "norm_output":
         drafter.config.norm_output ^= True
     else:

@@ -31,8 +31,11 @@ CHEAP = Costs([1, 2, 4, 8, 16, 32], [1.0, 1.0, 1.01, 1.02, 1.05, 1.1], 0.1)
 def make_sequential(target, **fields):
     """A random drafter whose tokens depend on what it reads."""
     drafter = make_drafter(target, **{"parallel_drafting": False, "speculation_depth": DEPTHS} | fields)
-    for parameter in [*drafter.layers.parameters(), drafter.norm.weight]:
-        parameter.data.mul_(8 if parameter.dim() == 2 else 0.5 + torch.rand(parameter.shape))
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() == 1:
+            parameter.data.mul_(0.5 + torch.rand(parameter.shape))
+        elif name.startswith("layers"):
+            parameter.data.mul_(8)
     return drafter
 
 
