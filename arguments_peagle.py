@@ -39,6 +39,10 @@ class PEagleArguments(TrainingArguments):
     lora_target_modules: str = HfArg(
         default="all-linear", help="Layers to update: `all-linear`, or names separated by commas."
     )
+    parallel_drafting: bool = HfArg(
+        default=True,
+        help="Draft all depths in one forward; if false, one token after the other (EAGLE-3), to compare with.",
+    )
     num_layers: int = HfArg(default=1, help="Layers of a drafter without --drafter_model.")
     init_from_target: bool = HfArg(default=False, help="Start from the target's last layers and final norm.")
     init_from_drafter: str | None = HfArg(
@@ -150,6 +154,13 @@ class PEagleArguments(TrainingArguments):
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; choose one of {', '.join(known)}.")
         if self.init_from_drafter is not None and self.init_from_target:
             raise ValueError("--init_from_drafter and --init_from_target are two starts: choose one.")
+        masked = {"drafter_model": None, "markov_rank": 0, "mask_token_id": None}
+        parallel = [name for name, unset in masked.items() if getattr(self, name) != unset]
+        parallel += ["embeddings mask_row"] * (self.embeddings == "mask_row" and not parallel)
+        if parallel and not self.parallel_drafting:
+            raise ValueError(
+                f"--{parallel[0]} is for drafting in parallel: leave it unset, or --parallel_drafting true."
+            )
         if self.use_lora and self.drafter_model is None:
             raise ValueError("--use_lora trains the model of --drafter_model: name one.")
         possible = ("mask_row",) if self.use_lora else ("mask_row", "trained")

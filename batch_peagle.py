@@ -21,6 +21,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sliding_win
 try:
     from .decoding_peagle import (
         DecodingStats,
+        Draws,
         PEagleGenerateOutput,
         check_supported,
         position_limit,
@@ -30,12 +31,14 @@ try:
         vocabulary,
         with_lookup,
     )
+    from .modeling_peagle_sequential import best
     from .sizing_peagle import Costs
     from .tree_peagle import DraftTree
     from .verification_peagle import GROWTH, Continuation, check_target
 except ImportError:
     from decoding_peagle import (
         DecodingStats,
+        Draws,
         PEagleGenerateOutput,
         check_supported,
         position_limit,
@@ -45,6 +48,7 @@ except ImportError:
         vocabulary,
         with_lookup,
     )
+    from modeling_peagle_sequential import best
     from sizing_peagle import Costs
     from tree_peagle import DraftTree
     from verification_peagle import GROWTH, Continuation, check_target
@@ -60,7 +64,7 @@ STATEFUL = (
 class BatchCache(Cache):
     """Keys and values of rows of different lengths: those of row `b` are the first `lengths[b]` columns of each layer.
 
-    A forward writes its own behind the longest row, the same columns for all; then [`keep`] moves to the end of each row what
+    Forwards write theirs behind the longest row, the same columns for all; then [`keep`] moves to the end of each row what
     that row accepted. Every layer keeps all columns, sliding ones too, and has room for more, which doubles when it is full:
     nothing is concatenated per step.
     """
@@ -68,6 +72,7 @@ class BatchCache(Cache):
     def __init__(self, batch: int):
         super().__init__(layer_class_to_replicate=DynamicLayer)
         self.lengths = [0] * batch
+        self.start = self.end = 0  # the columns of the last forward
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)
@@ -76,8 +81,9 @@ class BatchCache(Cache):
         """Writes the new `(batch, heads, new, head_dim)` keys and values; returns all columns up to them."""
         while len(self.layers) <= layer_idx:
             self.layers.append(DynamicLayer())
-        layer, start = self.layers[layer_idx], max(self.lengths)
-        end = start + key_states.shape[2]
+        if layer_idx == 0:  # a round of a sequential drafter has several forwards
+            self.start, self.end = self.end, self.end + key_states.shape[2]
+        layer, start, end = self.layers[layer_idx], self.start, self.end
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
             layer.keys, layer.values = key_states[:, :, :0], value_states[:, :, :0]
@@ -89,7 +95,7 @@ class BatchCache(Cache):
         return layer.keys[:, :, :end], layer.values[:, :, :end]
 
     def keep(self, paths: list[list[int]]):
-        """Of what the last forward wrote, leave of each row the columns `paths[row]` (ascending), behind those it had."""
+        """Of what was written since the last call, leave of each row the columns `paths[row]` (ascending), behind those it had."""
         start, most = max(self.lengths), max(map(len, paths))
         # Where a path is shorter than others, a column is moved to where it is.
         sources = [
@@ -105,10 +111,12 @@ class BatchCache(Cache):
                 for columns in (layer.keys, layer.values):
                     columns[row, :, target] = columns[row, :, source]
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths)]
+        self.end = max(self.lengths)
 
     def select(self, rows: list[int]):
         """Leave these rows alone."""
         self.lengths = [self.lengths[row] for row in rows]
+        self.end = max(self.lengths)
         for layer in self.layers:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
@@ -177,12 +185,15 @@ def tree_masks(model, trees: list[DraftTree], depths: torch.LongTensor, lengths:
     return masks.get("", masks)
 
 
-def draft_rows(drafter, input_ids, features, num_tokens: int, cache: BatchCache, embedding=None) -> torch.Tensor:
+def draft_rows(
+    drafter, input_ids, features, num_tokens: int, cache: BatchCache, embedding=None, picks=None
+) -> torch.Tensor:
     """[`Drafter.draft`] for several rows in one forward.
 
     Args:
         input_ids (`list[torch.LongTensor]`), features (`list[torch.Tensor]`): For each row as there, but features of shape
             `(verified, layers * target_hidden_size)`.
+        picks (`list[Callable]`, *optional*): The `pick` of each row.
 
     Returns:
         `torch.Tensor` of shape `(batch, num_tokens, draft_vocab_size)`.
@@ -214,6 +225,7 @@ def draft_rows(drafter, input_ids, features, num_tokens: int, cache: BatchCache,
         embedding=embedding,
         cache=cache,
         rows=slice(-num_tokens, None),
+        pick=lambda scores: torch.cat([pick(row[None]) for pick, row in zip(picks or [best] * len(scores), scores)]),
     )
     cache.keep([list(range(max(sizes) - count, max(sizes) - num_tokens + 1)) for count in sizes])
     return output.logits
@@ -353,13 +365,14 @@ def decode_batch(
             if drafting and max(wanted) > 0 and shape != 0:
                 read, features = [torch.cat(parts) for parts in features], [[] for _ in texts]
                 unread = [text.sequence[0, -len(own) - 1 :].to(drafter.device) for text, own in zip(texts, read)]
+                picks = [best if warpers is None else Draws(warpers, len(draft_ids)) for _ in texts]
                 clock = time.perf_counter()
-                draft_logits = draft_rows(drafter, unread, read, max(wanted), draft_cache, embedding)
+                draft_logits = draft_rows(drafter, unread, read, max(wanted), draft_cache, embedding, picks)
                 draft_time = time.perf_counter() - clock
                 draft_logits = draft_logits[..., : len(draft_ids)]
                 trees = [
-                    propose(drafter, logits[:depth], draft_ids, shape, warpers) if depth > 0 else tree
-                    for logits, depth, tree in zip(draft_logits, wanted, trees)
+                    propose(drafter, logits[:depth], draft_ids, shape, pick) if depth > 0 else tree
+                    for logits, depth, tree, pick in zip(draft_logits, wanted, trees, picks)
                 ]
             if drafting and lookup:
                 trees = [

@@ -17,6 +17,13 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.configuration_utils import SubConfigSpec
 
 
+# The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
+try:
+    from .published_peagle import published_fields
+except ImportError:
+    from published_peagle import published_fields
+
+
 # Two models of one family may pad the same vocabulary to different sizes (Gemma-3: 262,144 and 262,208 rows). Sizes
 # further apart than this belong to different tokenizers.
 MAX_VOCAB_PADDING = 512
@@ -61,12 +68,17 @@ class DrafterConfig(PreTrainedConfig):
         target_num_hidden_layers (`int`, *optional*): Layers of the target; checked when the drafter is attached.
         target_name_or_path (`str`, *optional*): The target that the drafter was trained for.
         target_tokenizer_hash (`str`, *optional*): [`tokenizer_fingerprint`] of the target's tokenizer.
-        eagle_aux_hidden_state_layer_ids (`list[int]`): See [`default_layer_ids`].
+        eagle_aux_hidden_state_layer_ids (`list[int]`, *optional*): See [`default_layer_ids`], which the target's layers say
+            if unset; those of the first target that is checked, if these are not known either.
         draft_vocab_size (`int`, *optional*, defaults to `vocab_size`): Tokens that the drafter can propose.
-        mask_token_id (`int`): Reserved token of the target whose embedding stands in every slot of depth 1 and more.
+        parallel_drafting (`bool`, *optional*): All depths are drafted in one forward, by mask slots, and not one after the
+            other (EAGLE-3). If unset, whether there is a mask token.
+        mask_token_id (`int`, *optional*): Reserved token of the target whose embedding stands in every slot of depth 1 and
+            more; None for a drafter that does not draft in parallel.
         num_depths (`int`): Depths that the drafter was trained for (K_train).
         speculation_depth (`int`): Depth of drafts (K) that are not sized by cost, unless `num_assistant_tokens` says otherwise.
         fc_norm (`bool`): One RMSNorm per target layer before the fusion (EAGLE-3.1).
+        norm_before_fc (`bool`): One RMSNorm over all target layers together before the fusion.
         markov_rank (`int`): Rank of the [`MarkovHead`]; 0 for none.
         draft_temperatures (`list[float]`, *optional*): Divisors of the scores of each of the `num_depths` depths that make
             the drafter as sure as it is right, see [`fit_temperature`]; 1 if unset.
@@ -79,10 +91,12 @@ class DrafterConfig(PreTrainedConfig):
     target_tokenizer_hash: str | None = None
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
     draft_vocab_size: int | None = None
-    mask_token_id: int = 0
+    parallel_drafting: bool | None = None
+    mask_token_id: int | None = None
     num_depths: int = 8
     speculation_depth: int = 4
     fc_norm: bool = True
+    norm_before_fc: bool = False
     markov_rank: int = 0
     draft_temperatures: list[float] | None = None
 
@@ -92,17 +106,21 @@ class DrafterConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.draft_vocab_size is None:
             self.draft_vocab_size = self.vocab_size
-        if self.eagle_aux_hidden_state_layer_ids is None:
-            self.eagle_aux_hidden_state_layer_ids = default_layer_ids(self.target_num_hidden_layers or 32)
+        if self.eagle_aux_hidden_state_layer_ids is None and self.target_num_hidden_layers is not None:
+            self.eagle_aux_hidden_state_layer_ids = default_layer_ids(self.target_num_hidden_layers)
+        if self.parallel_drafting is None:
+            self.parallel_drafting = self.mask_token_id is not None
+        if not self.parallel_drafting:
+            self.mask_token_id = None
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
         """Part of `@strict`-powered validation: runs at construction and before every save."""
         super().validate_architecture()
         ids = self.eagle_aux_hidden_state_layer_ids
-        if not ids or ids != sorted(set(ids)) or ids[0] < 0:
+        if ids is not None and (not ids or ids != sorted(set(ids)) or ids[0] < 0):
             raise ValueError(f"eagle_aux_hidden_state_layer_ids must be distinct and ascending, got {ids}.")
-        if self.target_num_hidden_layers is not None and ids[-1] >= self.target_num_hidden_layers:
+        if None not in (ids, self.target_num_hidden_layers) and ids[-1] >= self.target_num_hidden_layers:
             raise ValueError(
                 f"eagle_aux_hidden_state_layer_ids {ids} reach beyond a target of {self.target_num_hidden_layers} layers: "
                 f"use ids below {self.target_num_hidden_layers}."
@@ -116,8 +134,13 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(
                 f"draft_vocab_size {self.draft_vocab_size} must lie in 1..vocab_size ({self.vocab_size})."
             )
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} must lie in 0..{self.vocab_size - 1}.")
+        mask = self.mask_token_id
+        if self.parallel_drafting and (mask is None or not 0 <= mask < self.vocab_size):
+            raise ValueError(
+                f"mask_token_id {mask} must lie in 0..{self.vocab_size - 1} where parallel_drafting is set."
+            )
+        if self.markov_rank and not self.parallel_drafting:
+            raise ValueError("A drafter that drafts one token after the other sees them all: set markov_rank=0.")
         temperatures = self.draft_temperatures
         if temperatures is not None and not (
             len(temperatures) == self.num_depths and all(0 < temperature < math.inf for temperature in temperatures)
@@ -130,7 +153,18 @@ class DrafterConfig(PreTrainedConfig):
     @property
     def num_features(self) -> int:
         """Width of the concatenated target features that enter the fusion (before `fc`)."""
-        return len(self.eagle_aux_hidden_state_layer_ids) * self.target_hidden_size
+        return self.num_feature_layers * self.target_hidden_size
+
+    @property
+    def num_feature_layers(self) -> int:
+        """How many hidden states of the target the drafter reads."""
+        ids = self.eagle_aux_hidden_state_layer_ids
+        return 3 if ids is None else len(ids)
+
+    @property
+    def sized_depth(self) -> int:
+        """Depth of drafts that are sized by cost: in parallel all depths come at the price of one."""
+        return self.num_depths if self.parallel_drafting else self.speculation_depth
 
     def check_depth(self, name: str, depth, source: str = "the call"):
         """Refuse a number of draft tokens per round that the drafter was not trained for; `name` and `source` say whose it is."""
@@ -159,6 +193,8 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(
                 f"{made_for} with {self.target_num_hidden_layers} layers, but this target has {text.num_hidden_layers}. {fix}"
             )
+        if self.eagle_aux_hidden_state_layer_ids is None:
+            self.eagle_aux_hidden_state_layer_ids = default_layer_ids(text.num_hidden_layers)
         if self.eagle_aux_hidden_state_layer_ids[-1] >= text.num_hidden_layers:
             raise ValueError(
                 f"{made_for}: it reads hidden states {self.eagle_aux_hidden_state_layer_ids}, but this target has only "
@@ -168,7 +204,7 @@ class DrafterConfig(PreTrainedConfig):
             raise ValueError(
                 f"{made_for} with a vocabulary of {self.vocab_size}, but this target's has {rows} entries. {fix}"
             )
-        if self.mask_token_id >= rows:
+        if self.parallel_drafting and self.mask_token_id >= rows:
             raise ValueError(
                 f"{made_for}: its mask_token_id is {self.mask_token_id}, but this target has only {rows} embeddings. {fix}"
             )
@@ -207,10 +243,19 @@ class PEagleConfig(DrafterConfig, LlamaConfig):
     A drafter with layers of its own, which the fields of [`LlamaConfig`] describe.
 
     Args (beside those of [`DrafterConfig`]):
-        own_embeddings (`bool`): The checkpoint carries `embed_tokens`. Otherwise the target's table is borrowed.
+        own_embeddings (`bool`, *optional*): The checkpoint carries `embed_tokens`. Otherwise the target's table is borrowed.
+            None if only its tensors tell, as those that others published; loading it decides.
+        norm_before_residual (`bool`): The first layer's residual stream starts from the normalised features.
+        norm_output (`bool`): What a sequential drafter hands to the next depth is taken behind its final norm (EAGLE-3.1).
     """
 
-    own_embeddings: bool = False
+    own_embeddings: bool | None = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+    @classmethod
+    def from_dict(cls, config_dict, **kwargs):
+        return super().from_dict(published_fields(config_dict), **kwargs)
 
     def __post_init__(self, **kwargs):
         if self.target_hidden_size is None:
@@ -222,7 +267,7 @@ class PEagleConfig(DrafterConfig, LlamaConfig):
         super().validate_architecture()
         if self.num_hidden_layers < 1:
             raise ValueError(f"num_hidden_layers is {self.num_hidden_layers}: a drafter has at least one layer.")
-        if not self.own_embeddings and self.hidden_size != self.target_hidden_size:
+        if self.own_embeddings is False and self.hidden_size != self.target_hidden_size:
             raise ValueError(
                 f"A drafter of width {self.hidden_size} cannot borrow the embeddings of a target of width "
                 f"{self.target_hidden_size}: set own_embeddings=True."
@@ -234,31 +279,28 @@ class PEagleConfig(DrafterConfig, LlamaConfig):
         `save_pretrained` writes the Python class into `architectures`, which vLLM does not know, so it is set here: every
         way to a `config.json`, a Trainer checkpoint included, passes through this method.
         """
-        return super().to_dict() | {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_config": {
-                "use_aux_hidden_state": True,
-                "eagle_aux_hidden_state_layer_ids": list(self.eagle_aux_hidden_state_layer_ids),
-            },
-            "num_aux_hidden_states": len(self.eagle_aux_hidden_state_layer_ids),
-            "parallel_drafting": True,
-            "pard_token": self.mask_token_id,
-            "ptd_token_id": self.mask_token_id,
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "norm_output": False,
-        }
+        ids, mask = self.eagle_aux_hidden_state_layer_ids, self.mask_token_id
+        named = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": list(ids)}
+        return (
+            super().to_dict()
+            | {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                "eagle_config": {"use_aux_hidden_state": True} | named,
+                "num_aux_hidden_states": self.num_feature_layers,
+            }
+            | ({"pard_token": mask, "ptd_token_id": mask} if self.parallel_drafting else {})
+        )
 
     @classmethod
     def for_target(
-        cls, target, tokenizer, *, mask_token_id: int, num_hidden_layers: int = 1, **kwargs
+        cls, target, tokenizer, *, mask_token_id: int | None, num_hidden_layers: int = 1, **kwargs
     ) -> "PEagleConfig":
         """A drafter configuration shaped after a target: same width, heads, MLP and RoPE base.
 
         Args:
             target (`PreTrainedModel`): A causal language model, or a composite one with a text model inside.
             tokenizer (`PreTrainedTokenizerBase`): The target's tokenizer, whose hash is stored.
-            mask_token_id (`int`): See the class.
+            mask_token_id (`int`, *optional*): See the class.
             num_hidden_layers (`int`): Layers of the drafter.
             kwargs: Any other field, taking precedence (`hidden_size`, `draft_vocab_size`, `num_depths`, ...).
         """
@@ -301,6 +343,7 @@ class PEagleBackboneConfig(DrafterConfig):
     # A language model reads its text from the first token on.
     first_slot = True
 
+    mask_token_id: int | None = 0
     lm_config: dict | PreTrainedConfig | None = None
     lora: dict | None = None
 
@@ -308,6 +351,12 @@ class PEagleBackboneConfig(DrafterConfig):
         super().__post_init__(**kwargs)
         if self.target_hidden_size is None:
             self.target_hidden_size = self.lm_config.hidden_size
+
+    def validate_architecture(self):
+        """Part of `@strict`-powered validation: runs at construction and before every save."""
+        super().validate_architecture()
+        if not self.parallel_drafting:
+            raise ValueError("A language model as a drafter drafts in parallel: leave parallel_drafting unset.")
 
     @classmethod
     def for_backbone(

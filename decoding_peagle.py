@@ -34,10 +34,12 @@ from transformers.generation import (
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
+    from .modeling_peagle_sequential import best
     from .sizing_peagle import Costs, Sizer, costs_of
     from .tree_peagle import DraftTree, NoLaw, best_first, candidates, prompt_lookup, static_tree, with_branch
     from .verification_peagle import Continuation, check_cache, check_target, keep_path, spread, verifies_trees
 except ImportError:
+    from modeling_peagle_sequential import best
     from sizing_peagle import Costs, Sizer, costs_of
     from tree_peagle import DraftTree, NoLaw, best_first, candidates, prompt_lookup, static_tree, with_branch
     from verification_peagle import Continuation, check_cache, check_target, keep_path, spread, verifies_trees
@@ -208,44 +210,58 @@ def settle(
     return shape, None, LogitsProcessorList(each for each in logits_processor if type(each) in WARPERS)
 
 
-def draw_chain(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, warpers: LogitsProcessorList) -> DraftTree:
-    """A chain that is drawn from the drafter's law, warped as the target's is; for the arguments see [`propose`]."""
-    laws = []
+class Draws:
+    """Picks the tokens of one chain by a draw each, from the drafter's law of `size` tokens as `warpers` warp it, and keeps
+    `tokens` and `laws`, those of each call."""
 
-    def pick(scores: torch.Tensor) -> torch.LongTensor:
+    def __init__(self, warpers: LogitsProcessorList, size: int):
+        self.warpers, self.size, self.tokens, self.laws = warpers, size, [], []
+
+    def __call__(self, scores: torch.Tensor) -> torch.LongTensor:
+        scores = scores[:, : self.size].to(torch.promote_types(scores.dtype, torch.float32))
         # A drafter whose scores give no law (as NaN does not) drafts one token for certain; that is a law, too.
         certain = F.one_hot(scores.argmax(dim=-1), scores.shape[-1]).to(scores.dtype).log()
         scores = torch.where(scores.amax(dim=-1, keepdim=True).isfinite(), scores, certain)
-        laws.append(warpers(None, scores).softmax(dim=-1))
-        return torch.multinomial(laws[-1], num_samples=1)[:, 0]
-
-    tokens = draft_ids[drafter.choose(logits, pick)].tolist()
-    return DraftTree.chain(tokens, laws=(draft_ids, torch.cat(laws)))
+        self.laws.append(self.warpers(None, scores).softmax(dim=-1))
+        self.tokens.append(torch.multinomial(self.laws[-1], num_samples=1)[:, 0])
+        return self.tokens[-1]
 
 
-def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape, warpers=None) -> DraftTree:
+def draw_chain(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, pick: Draws) -> DraftTree:
+    """A chain that is drawn from the drafter's law, warped as the target's is; for the arguments see [`propose`]."""
+    left = logits[len(pick.tokens) :]  # a sequential drafter has drawn the others already
+    if len(left):
+        drafter.choose(left, pick)
+    tokens, laws = (torch.cat(parts)[: len(logits)] for parts in (pick.tokens, pick.laws))
+    return DraftTree.chain(draft_ids[tokens].tolist(), laws=(draft_ids, laws))
+
+
+def propose(drafter, logits: torch.Tensor, draft_ids: torch.LongTensor, shape, pick=best) -> DraftTree:
     """The draft tokens of one round.
 
     Args:
         logits (`torch.Tensor` of shape `(K, len(draft_ids))`): The drafter's scores.
         draft_ids (`torch.LongTensor`): The target ids of their columns.
         shape (`int` or `list[tuple[int, ...]]`, *optional*): See [`speculative_generate`].
-        warpers (`LogitsProcessorList`, *optional*): The chain is drawn, by the scores that these make of the drafter's.
+        pick (`Callable`): [`Draws`] for a chain that is drawn, those that [`Drafter.draft`] picked by.
     """
-    if warpers is not None:
-        return draw_chain(drafter, logits.float(), draft_ids, warpers)
+    if isinstance(pick, Draws):
+        return draw_chain(drafter, logits.float(), draft_ids, pick)
     if shape is None:
         return DraftTree.chain(draft_ids[drafter.choose(logits)].tolist())
     transition = drafter.markov_head.between if drafter.config.markov_rank else None
     law = {"temperatures": drafter.config.draft_temperatures, "transition": transition}
     try:
-        if isinstance(shape, int):
-            return best_first(candidates(logits, shape, draft_ids, **law), shape)
-        paths = [path for path in shape if len(path) <= len(logits)]
-        ranks = max((rank for path in paths for rank in path), default=0) + 1
-        if transition is not None:
-            ranks = max(ranks, RERANKED)
-        return static_tree(paths, candidates(logits, ranks, draft_ids, **law))
+        paths, ranks = [], shape
+        if not isinstance(shape, int):
+            paths = [path for path in shape if len(path) <= len(logits)]
+            ranks = max((rank for path in paths for rank in path), default=0) + 1
+            if transition is not None:
+                ranks = max(ranks, RERANKED)
+        found = candidates(logits, ranks, draft_ids, **law)
+        if not drafter.config.parallel_drafting:
+            found.behind_best()
+        return best_first(found, shape) if isinstance(shape, int) else static_tree(paths, found)
     except NoLaw:  # a drafter that overflowed drafts nothing; the target decodes on
         return DraftTree.chain([])
 
@@ -326,10 +342,11 @@ def decode(
             if drafting and wanted > 0 and any(part.shape[1] for part in pending):
                 features, pending = torch.cat(pending, dim=1), []
                 unread = text.sequence[0, -features.shape[1] - 1 :].to(drafter.device)
+                pick = best if warpers is None else Draws(warpers, len(draft_ids))
                 clock = time.perf_counter()
-                draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding)
+                draft_logits = drafter.draft(unread, features, wanted, draft_cache, embedding, pick)
                 draft_time = time.perf_counter() - clock
-                tree = propose(drafter, draft_logits[:, : len(draft_ids)], draft_ids, shape, warpers)
+                tree = propose(drafter, draft_logits[:, : len(draft_ids)], draft_ids, shape, pick)
             if drafting and lookup and end > text.length:
                 tree = with_lookup(tree, text, min(lookup, end - text.length), shape)
             if sizer is not None and tree.tokens:

@@ -83,7 +83,7 @@ def speculative_generate(
         draft_tree, _ = setting("draft_tree")
     num_tokens, source = setting("num_assistant_tokens")
     if source == "the drafter's config" and draft_tree in (None, "auto"):
-        num_tokens, draft_tree = drafter.config.num_depths, "auto"
+        num_tokens, draft_tree = drafter.config.sized_depth, "auto"
     drafter.config.check_depth("num_assistant_tokens", num_tokens, source)
     lookup, source = setting("prompt_lookup_num_tokens")
     if lookup is not None and (type(lookup) is not int or lookup < 0):

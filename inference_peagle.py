@@ -19,16 +19,18 @@ from queue import SimpleQueue
 import torch
 from jinja2 import TemplateError
 from tokenizers.decoders import DecodeStream
-from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
     from .decoding_peagle import DecodingStats
+    from .published_peagle import is_published
     from .target_peagle import load_target
 except ImportError:
     from decoding_peagle import DecodingStats
+    from published_peagle import is_published
     from target_peagle import load_target
 
 
@@ -163,8 +165,19 @@ class TokenFeed(BaseStreamer):
         self.waiting = []
 
 
+def published_loader():
+    """The class whose code a published drafter lacks; late, as its module imports this one."""
+    try:
+        from .modeling_peagle import PEagleModel
+    except ImportError:
+        from modeling_peagle import PEagleModel
+    return PEagleModel
+
+
 def load_drafter(checkpoint: str | Path | PreTrainedModel) -> PreTrainedModel:
     """Load a drafter from a folder or the Hub, with the code that lies beside it; a loaded one is only checked.
+
+    EAGLE-3 and P-EAGLE drafters that others published come without such code and are loaded as well.
 
     Raises:
         FileNotFoundError: There is no such folder, or it has no config.json.
@@ -178,7 +191,9 @@ def load_drafter(checkpoint: str | Path | PreTrainedModel) -> PreTrainedModel:
             raise FileNotFoundError(
                 f"There is no drafter in {name}: name a folder that train_peagle.py made, or a Hub id."
             )
-        drafter = AutoModel.from_pretrained(checkpoint, trust_remote_code=True)
+        config, _ = PreTrainedConfig.get_config_dict(checkpoint)
+        loader = published_loader() if is_published(config) else AutoModel
+        drafter = loader.from_pretrained(checkpoint, trust_remote_code=True)
     if "eagle_aux_hidden_state_layer_ids" not in drafter.config.to_dict():
         raise ValueError(f"{drafter.name_or_path} holds a {type(drafter).__name__}, which is no P-EAGLE drafter.")
     return drafter

@@ -7,7 +7,8 @@ A *slot* is one row of the drafter's input, named by its anchor (a position of t
 
 Slot (a, d) stands at RoPE position a + d and predicts token a + 2 + d. Three facts are shared by training and decoding
 and live here once: what a slot holds ([`slot_layout`]), what it sees ([`slot_visibility`]), and which layers of the target
-feed it (`default_layer_ids`). Paper: https://huggingface.co/papers/2602.01469.
+feed it (`default_layer_ids`). Paper: https://huggingface.co/papers/2602.01469. A drafter may draft one token after the other
+as well, and its deeper slots then hold what it has drafted: `modeling_peagle_sequential.py`.
 
 [`Drafter`] is what this drafter shares with the one whose body is a pretrained language model
 (`modeling_peagle_backbone.py`).
@@ -39,10 +40,16 @@ try:
     from .attach_peagle import attach, prepare_for
     from .configuration_peagle import DrafterConfig, PEagleConfig
     from .generation_peagle import speculative_generate
+    from .heads_peagle import FrozenHeadScore, MarkovHead
+    from .modeling_peagle_sequential import best, read_in_waves
+    from .published_peagle import RENAMED, UNREAD
 except ImportError:
     from attach_peagle import attach, prepare_for
     from configuration_peagle import DrafterConfig, PEagleConfig
     from generation_peagle import speculative_generate
+    from heads_peagle import FrozenHeadScore, MarkovHead
+    from modeling_peagle_sequential import best, read_in_waves
+    from published_peagle import RENAMED, UNREAD
 
 
 # Where the Markov head of a finished drafter is.
@@ -53,7 +60,7 @@ MAX_LOGITS = 2**24
 FUSED_ROWS = 512
 
 
-def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int, first_slot: bool = False):
+def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int | None, first_slot: bool = False):
     """What each slot holds, and where it stands: behind as many others as its document has real slots before it.
 
     Args:
@@ -62,14 +69,20 @@ def slot_layout(input_ids, position_ids, anchor, depth, mask_token_id: int, firs
         anchor (`torch.LongTensor` of shape `(slots,)`): Index into `input_ids`, at most `tokens - 2`. That of the first
             token's slot is the one before the document, -1 for the first.
         depth (`torch.LongTensor` of shape `(slots,)`): 0 for a slot with real features, 1 and more for mask slots.
-        mask_token_id (`int`): The reserved token of mask slots.
+        mask_token_id (`int`, *optional*): The reserved token of mask slots. If None, a deeper slot holds the token after
+            that of the depth before; then chains are whole, and slots ordered by depth and anchor.
         first_slot (`bool`): Whether the first token of a document has a real slot, although it has no features.
 
     Returns:
         `(slot_ids, feature_index, slot_positions)`, three `torch.LongTensor` of shape `(slots,)`: the token whose
-        embedding enters, which features enter (0 for `mask_hidden`, `1 + anchor` for the target's), and the RoPE position.
+        embedding enters, which features enter (0 for `mask_hidden`, `1 + anchor` for the target's, `-n` for what the drafter
+        puts out `n` slots before this one), and the RoPE position.
     """
     masked, position = depth > 0, position_ids[anchor + 1]
+    if mask_token_id is None:
+        order = depth * len(input_ids) + anchor
+        back = torch.searchsorted(order, order - len(input_ids)) - torch.arange(len(order), device=order.device)
+        return input_ids[anchor + 1 + depth], torch.where(masked, back, anchor + 1), position + depth - 1
     slot_ids = input_ids[anchor + 1].masked_fill(masked, mask_token_id)
     feature_index = (anchor + 1).masked_fill(masked | (position == 0), 0)
     return slot_ids, feature_index, position + depth - int(not first_slot)
@@ -102,54 +115,6 @@ class PEagleOutput(ModelOutput):
     scores: torch.Tensor | None = None
 
 
-class MarkovHead(nn.Module):
-    """What the token at one depth says of the next: a bias of low rank on the scores, at the start none.
-
-    All depths are drafted at once, so a slot does not know which token the depth before it will be given; this is the one
-    thing that drafting one after the other has over it. Idea: DSpark (https://huggingface.co/papers/2607.05147).
-    """
-
-    def __init__(self, vocab_size: int, rank: int):
-        super().__init__()
-        self.given = nn.Embedding(vocab_size, rank)
-        self.next = nn.Linear(rank, vocab_size, bias=False)
-
-    def forward(self, previous: torch.LongTensor) -> torch.Tensor:
-        """The bias `(rows, draft_vocab_size)` after the draft-vocabulary tokens `previous`, `(rows,)`; -100 for unknown."""
-        known = (previous >= 0)[:, None]
-        return self.next(self.given(previous.clamp(min=0)) * known)
-
-    def between(self, previous: torch.LongTensor, following: torch.LongTensor) -> torch.Tensor:
-        """The bias on the tokens `following`, `(m,)`, alone after each of `previous`, `(n,)`; `(n, m)`."""
-        return self.given(previous) @ self.next.weight[following].T
-
-
-class FrozenHeadScore(torch.autograd.Function):
-    """`score(head(hidden_states), rows)` of a few rows at a time, whose first line is the loss that is differentiated.
-
-    A row's loss depends on its own hidden state alone, and a frozen head needs no gradient: so each part's gradient is
-    taken at once, while its logits are still in the processor's cache, and the logits of all rows never exist.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_states, head, score, size):
-        scores, gradients = [], []
-        for start in range(0, max(len(hidden_states), 1), size):
-            part = slice(start, min(start + size, len(hidden_states)))
-            with torch.set_grad_enabled(ctx.needs_input_grad[0]):
-                hidden = hidden_states[part].detach().requires_grad_(ctx.needs_input_grad[0])
-                scores.append(score(head(hidden), part))
-                if ctx.needs_input_grad[0]:
-                    gradients += torch.autograd.grad(scores[-1][0].sum(), hidden)
-        ctx.save_for_backward(torch.cat(gradients) if gradients else None)
-        return torch.cat(scores, dim=-1).detach()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (of_losses,) = ctx.saved_tensors
-        return of_losses * gradient[0][:, None], None, None, None
-
-
 class Drafter:
     """What all drafters do, a mixin before a [`PreTrainedModel`] with a [`DrafterConfig`].
 
@@ -170,11 +135,14 @@ class Drafter:
 
     def _add_fusion(self, width: int, eps: float):
         config = self.config
-        self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.num_features))
+        if config.parallel_drafting:
+            self.mask_hidden = nn.Parameter(torch.empty(1, 1, config.num_features))
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(
-                LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in config.eagle_aux_hidden_state_layer_ids
+                LlamaRMSNorm(config.target_hidden_size, eps=eps) for _ in range(config.num_feature_layers)
             )
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(config.num_features, eps=eps)
         self.fc = nn.Linear(config.num_features, width, bias=False)
 
     def _add_head(self, width: int):
@@ -192,7 +160,8 @@ class Drafter:
     def _init_weights(self, module):
         super()._init_weights(module)
         if module is self:
-            init.normal_(self.mask_hidden)
+            if self.config.parallel_drafting:
+                init.normal_(self.mask_hidden)
             if self.config.markov_rank:
                 init.normal_(self.markov_head.given.weight)
                 init.zeros_(self.markov_head.next.weight)
@@ -220,16 +189,24 @@ class Drafter:
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """Target features `(..., layers * target_hidden_size)` to the drafter's width `(..., hidden_size)`."""
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
         if self.config.fc_norm:
             parts = features.split(self.config.target_hidden_size, dim=-1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(features)
 
+    def fused(self, features) -> torch.Tensor:
+        """What `feature_index` of [`slot_layout`] counts, `(batch, 1 + tokens, hidden_size)`."""
+        features = features.to(self.dtype)
+        if not self.config.parallel_drafting:
+            return F.pad(self.fuse(features), (0, 0, 1, 0))
+        # All mask slots share one input, so it is fused once and not once per slot.
+        return self.fuse(torch.cat([self.mask_hidden.expand(features.shape[0], -1, -1), features], dim=1))
+
     def slot_features(self, features, feature_index) -> torch.Tensor:
         """The fused half of each slot, `(batch, slots, hidden_size)`; for the arguments see [`PEagleModel.forward`]."""
-        # All mask slots share one input, so it is fused once and not once per slot.
-        mask_hidden = self.mask_hidden.expand(features.shape[0], -1, -1)
-        fused = self.fuse(torch.cat([mask_hidden, features.to(self.dtype)], dim=1))
+        fused = self.fused(features)
         return fused.gather(1, feature_index[..., None].expand(-1, -1, fused.shape[-1]))
 
     def attention_mask(self, visible: torch.BoolTensor) -> torch.Tensor:
@@ -265,7 +242,7 @@ class Drafter:
         return torch.cat([checkpoint(part, hidden_states[p], p, use_reentrant=False) for p in parts], dim=-1)
 
     def slots(self, input_ids, verified: int, cached: int, num_tokens: int):
-        """The slots of one round: every newly verified one, then the chain of `num_tokens - 1` mask slots at the last one.
+        """The slots of one round: every newly verified one, then the chain of `num_tokens - 1` further ones at the last one.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(verified + 1,)`): See [`draft`].
@@ -280,13 +257,16 @@ class Drafter:
         anchor = slots.clamp(max=verified - 1)
         depth = slots - anchor
         position_ids = read + torch.arange(verified + 1, device=device)
+        input_ids = F.pad(input_ids, (0, num_tokens - 1))  # tokens that are yet to be drafted
         layout = slot_layout(input_ids, position_ids, anchor, depth, self.config.mask_token_id, first_slot)
         key_anchor = torch.cat([torch.arange(cached, device=device) - first_slot, read + anchor])
         key_depth = F.pad(depth, (cached, 0))
         return *layout, slot_visibility((read + anchor)[:, None], depth[:, None], key_anchor, key_depth)
 
     @torch.no_grad()
-    def draft(self, input_ids, features, num_tokens: int, cache: Cache, embedding=None) -> torch.Tensor:
+    def draft(
+        self, input_ids, features, num_tokens: int, cache: Cache, embedding=None, pick: Callable = best
+    ) -> torch.Tensor:
         """Scores of the next `num_tokens` tokens, from one forward over the newly verified slots and the mask slots.
 
         Args:
@@ -297,10 +277,12 @@ class Drafter:
             num_tokens (`int`): Draft tokens K.
             cache (`Cache`): The drafter's own. Holds verified slots only: mask slots are removed again before returning.
             embedding (`torch.Tensor` of shape `(vocab_size, hidden_size)`, *optional*): See [`forward`].
+            pick (`Callable`): How a sequential drafter picks each token but the last, see [`choose`].
 
         Returns:
             `torch.Tensor` of shape `(num_tokens, draft_vocab_size)`: Row `d` scores the token `d + 1` after the newest,
-            whatever the tokens between them are; [`choose`] makes a chain of them.
+            whatever the tokens between them are (of a sequential drafter: if they are those that were picked); [`choose`]
+            makes a chain of them.
         """
         while features.shape[1] > self.max_slots:
             self.draft(input_ids[: self.max_slots + 1], features[:, : self.max_slots], 1, cache, embedding)
@@ -316,11 +298,12 @@ class Drafter:
             embedding=embedding,
             cache=cache,
             rows=slice(-num_tokens, None),
+            pick=pick,
         )
         cache.crop(1 - num_tokens)
         return output.logits[0]
 
-    def choose(self, logits: torch.Tensor, pick=lambda scores: scores.argmax(dim=-1)) -> torch.LongTensor:
+    def choose(self, logits: torch.Tensor, pick: Callable = best) -> torch.LongTensor:
         """The chain of draft tokens, as indices into the draft vocabulary `(K,)`, given the scores of [`draft`].
 
         `pick` takes an index from each row of scores `(rows, draft_vocab)`, that of the best one if unset. With a Markov head
@@ -345,6 +328,8 @@ class Drafter:
             os.makedirs(os.path.join(save_directory, os.path.dirname(MARKOV_FILE)), exist_ok=True)
             save_file(head, os.path.join(save_directory, MARKOV_FILE), metadata={"format": "pt"})
             state_dict = tensors
+        # Under our names of the tensors, whatever they were called in the checkpoint that was loaded.
+        kwargs = {"save_original_format": False} | kwargs
         super().save_pretrained(save_directory, *args, state_dict=state_dict, **kwargs)
 
     @classmethod
@@ -359,7 +344,7 @@ class Drafter:
             model, info = super().from_pretrained(
                 pretrained_model_name_or_path,
                 *args,
-                **kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True},
+                **{"key_mapping": RENAMED} | kwargs | {"output_loading_info": True, "ignore_mismatched_sizes": True},
             )
         except SafetensorError as error:
             raise OSError(
@@ -393,6 +378,13 @@ class Drafter:
         apart = {name for name in loading_info.missing_keys if name.startswith("markov_head.")}
         loading_info.missing_keys -= apart
         self._markov_head_is_apart = bool(apart)
+        if self.config.own_embeddings is None:  # others have published it
+            loading_info.unexpected_keys -= UNREAD
+            fits = self.config.hidden_size == self.config.target_hidden_size
+            self.config.own_embeddings = not (fits and "embed_tokens.weight" in loading_info.missing_keys)
+            if not self.config.own_embeddings:
+                del self.embed_tokens
+                loading_info.missing_keys.remove("embed_tokens.weight")
 
     def _load_markov_head(self, folder, kwargs: dict):
         """From the file of its own in a folder or a repository of the Hub, with the options of `from_pretrained`."""
@@ -413,6 +405,7 @@ class PEagleFirstLayer(LlamaDecoderLayer):
 
     def __init__(self, config: PEagleConfig, layer_idx: int = 0):
         super().__init__(config, layer_idx)
+        self.norm_before_residual = config.norm_before_residual
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.self_attn, name)
@@ -421,9 +414,9 @@ class PEagleFirstLayer(LlamaDecoderLayer):
             )
 
     def forward(self, hidden_states, inputs_embeds, **kwargs):
-        residual = hidden_states
-        hidden_states = torch.cat([self.input_layernorm(inputs_embeds), self.hidden_norm(hidden_states)], dim=-1)
-        hidden_states, _ = self.self_attn(hidden_states, **kwargs)
+        normed = self.hidden_norm(hidden_states)
+        residual = normed if self.norm_before_residual else hidden_states
+        hidden_states, _ = self.self_attn(torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1), **kwargs)
         hidden_states = residual + hidden_states
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -442,7 +435,7 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
 
     def __init__(self, config: PEagleConfig):
         super().__init__(config)
-        if config.own_embeddings:
+        if config.own_embeddings is not False:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self._add_fusion(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
@@ -468,6 +461,7 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
         cache: Cache | None = None,
         rows: slice | torch.LongTensor = slice(None),
         score: Callable[[torch.Tensor, slice], torch.Tensor] | None = None,
+        pick: Callable | None = None,
     ) -> PEagleOutput:
         """One pass over slots (see [`slot_layout`] for the first, third and fourth argument).
 
@@ -475,7 +469,8 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
             input_ids (`torch.LongTensor` of shape `(batch, slots)`): Token half of each slot.
             features (`torch.Tensor` of shape `(batch, tokens, layers * target_hidden_size)`): Hidden states of the target
                 at `eagle_aux_hidden_state_layer_ids`, concatenated in that order. Cast to the drafter's dtype.
-            feature_index (`torch.LongTensor` of shape `(batch, slots)`): 0 for `mask_hidden`, `1 + i` for row `i`.
+            feature_index (`torch.LongTensor` of shape `(batch, slots)`): 0 for `mask_hidden`, `1 + i` for row `i`, `-n` for
+                the drafter's own output `n` slots before.
             position_ids (`torch.LongTensor` of shape `(batch, slots)`): RoPE positions.
             visible (`torch.BoolTensor` of shape `(batch, slots, cached + slots)`): From [`slot_visibility`].
             embedding (`torch.Tensor` of shape `(vocab_size, hidden_size)`, *optional*): The target's embedding table,
@@ -484,11 +479,23 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
             rows (`slice` or `torch.LongTensor`): The slots to score; the head is as large as all layers together.
             score (`Callable`, *optional*): For training a batch of 1, takes the logits `(n, draft_vocab_size)` of some of the
                 rows and which ones (a `slice`), and returns a tensor `(..., n)`. The logits of all rows never exist at once.
+            pick (`Callable`, *optional*): For decoding with a sequential drafter, see [`read_in_waves`].
         """
+        if self.config.parallel_drafting:
+            hidden_states = self.slot_features(features, feature_index)
+            hidden_states = self.through_layers(hidden_states, input_ids, position_ids, visible, embedding, cache)
+        else:
+            slots = input_ids, features, feature_index, position_ids, visible
+            hidden_states, logits = read_in_waves(self, *slots, embedding, cache, pick)
+            if logits is not None:
+                return PEagleOutput(logits=logits, cache=cache)
+        return self._output(self.norm(hidden_states[:, rows]), cache, score)
+
+    def through_layers(self, hidden_states, input_ids, position_ids, visible, embedding, cache) -> torch.Tensor:
+        """The layers over slots whose fused half is `hidden_states`; for the other arguments see [`forward`]."""
         table = self.embed_tokens.weight if self.config.own_embeddings else embedding
         # A target may be padded with rows that the drafter's own table lacks; what stands for them does not matter.
         inputs_embeds = F.embedding(input_ids.clamp(max=len(table) - 1), table).to(self.dtype)
-        hidden_states = self.slot_features(features, feature_index)
         shared = {
             "attention_mask": self.attention_mask(visible),
             "position_embeddings": self.rotary_emb(hidden_states, position_ids),
@@ -497,7 +504,7 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
         hidden_states = self.layers[0](hidden_states, inputs_embeds=inputs_embeds, **shared)
         for layer in self.layers[1:]:
             hidden_states = layer(hidden_states, **shared)
-        return self._output(self.norm(hidden_states[:, rows]), cache, score)
+        return hidden_states
 
     @classmethod
     @torch.no_grad()

@@ -72,8 +72,9 @@ class PEagleBackboneModel(Drafter, PreTrainedModel):
         cache=None,
         rows=slice(None),
         score=None,
+        pick=None,
     ) -> PEagleOutput:
-        """As [`PEagleModel.forward`]. `embedding` is not needed, as the backbone has its own."""
+        """As [`PEagleModel.forward`]. `embedding` is not needed, as the backbone has its own; all depths are drafted at once."""
         known = input_ids.clamp(max=self.config.vocab_size - 1)  # a target may be padded with further rows
         inputs_embeds = self.get_input_embeddings()(known) + self.slot_features(features, feature_index)
         hidden_states = self.backbone(

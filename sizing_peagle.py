@@ -40,7 +40,7 @@ class Costs:
 
     rows (`list[int]`): Numbers of rows, ascending from 1.
     target (`list[float]`): The target's forward over so many rows; linear between them, and beyond as between the last two.
-    draft (`float`): The drafter's forward for all its depths.
+    draft (`float`): The drafter's forward for all its depths (of a sequential drafter, those for its `speculation_depth`).
     host (`float`): All else in a round with drafts.
 
     ValueError: These are no such numbers.
@@ -91,7 +91,7 @@ def measure_costs(target, drafter) -> Costs:
     read = min(READ, limit // 2)
     sizes = [rows for rows in ROWS if read + rows <= limit]
     tokens = torch.arange(read + sizes[-1] + 1, device=target.device) % len(table)
-    layer_ids, depths = drafter.config.eagle_aux_hidden_state_layer_ids, drafter.config.num_depths
+    layer_ids, depths = drafter.config.eagle_aux_hidden_state_layer_ids, drafter.config.sized_depth
     embedding = None if drafter.config.own_embeddings else table.to(drafter.device)
     features = torch.ones(1, read, drafter.config.num_features, device=drafter.device)
     cache, draft_cache = DynamicCache(config=target.config), DynamicCache()

@@ -43,6 +43,7 @@ def build_drafter(args: PEagleArguments, target, tokenizer, draft_ids: torch.Lon
     """A fresh drafter of the kind that the flags name, with what is not trained frozen."""
     fields = {
         "mask_token_id": args.mask_token_id,
+        "parallel_drafting": args.parallel_drafting,
         "draft_vocab_size": args.draft_vocab_size or None,
         "num_depths": args.num_depths,
         "fc_norm": args.fc_norm,
@@ -280,7 +281,7 @@ def main(args: PEagleArguments):
     used = set(seen.nonzero()[0].tolist()) | stop_ids
     if args.mask_token_id is None and args.init_from_drafter is not None:
         args.mask_token_id = PreTrainedConfig.get_config_dict(args.init_from_drafter)[0]["mask_token_id"]
-    if args.mask_token_id is None:
+    if args.mask_token_id is None and args.parallel_drafting:
         args.mask_token_id = choose_mask_token(tokenizer, used)
     elif args.mask_token_id in used:
         raise ValueError(f"--mask_token_id {args.mask_token_id} occurs in the chats: name a token that never does.")

@@ -232,7 +232,7 @@ class PEagleTrainer(Trainer):
         anchor, depth = anchor[own], depth[own]
         begin = max(start - 1, 0)  # the first anchor with features
         slot_ids, feature_index, slot_positions = slot_layout(
-            row["input_ids"][0, begin:stop],
+            row["input_ids"][0, begin:],  # chains reach beyond the range
             row["position_ids"][0, begin:stop],
             anchor - begin,
             depth,

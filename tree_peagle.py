@@ -130,6 +130,11 @@ class Candidates:
             self._ranked[depth, row] = sorted(law, key=lambda entry: -entry[0])
         return self._ranked[depth, row]
 
+    def behind_best(self):
+        """Rules out what follows another candidate than the best of its depth, behind which alone a law is known."""
+        for laws in self.log_probs[1:]:
+            laws += [[-math.inf] * len(laws[0])] * (len(laws[0]) - 1)
+
 
 def top(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`logits.topk(num)` of a matrix, up to ties. The largest `num` lie in the `num` chunks with the largest maxima."""

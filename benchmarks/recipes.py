@@ -34,6 +34,7 @@ RECIPES = {
     "without fc_norm": ["--fc_norm", "false"],
     "mask row trained": ["--embeddings", "mask_row"],
     "embeddings trained": ["--embeddings", "trained"],
+    "one token after the other": ["--parallel_drafting", "false"],
     "2 layers": ["--num_layers", "2"],
 }
 

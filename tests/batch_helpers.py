@@ -49,9 +49,9 @@ class Script:
                 super().keep(paths)
                 script.kept(self)
 
-        def scripted(drafter, input_ids, features, num_tokens, cache, embedding=None):
+        def scripted(drafter, input_ids, features, num_tokens, cache, embedding=None, picks=None):
             whole = min(map(len, features)) > 0  # else the first pieces of long prompts
-            logits = draft_rows(drafter, input_ids, features, num_tokens, cache, embedding)
+            logits = draft_rows(drafter, input_ids, features, num_tokens, cache, embedding, picks)
             if not whole:
                 return logits
             self.drafts.append(len(features))

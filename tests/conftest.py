@@ -125,8 +125,8 @@ class ScriptedDrafter(PEagleModel):
     reference: torch.Tensor
     plan: list[bool]
 
-    def draft(self, input_ids, features, num_tokens, cache, embedding=None):
-        logits = super().draft(input_ids, features, num_tokens, cache, embedding)
+    def draft(self, input_ids, features, num_tokens, cache, *rest):
+        logits = super().draft(input_ids, features, num_tokens, cache, *rest)
         self.calls.append((input_ids.clone(), features.clone(), cache.get_seq_length()))
         length = cache.get_seq_length() + 1 + self.offset
         for row in range(num_tokens):

@@ -62,8 +62,8 @@ def test_a_wrong_law_is_seen(monkeypatch, llama):
     """The drafts are drawn from warped scores, and tested as if they had not been."""
     draw_chain = decoding_peagle.draw_chain
 
-    def wrong(drafter, logits, draft_ids, warpers):
-        tree = draw_chain(drafter, logits, draft_ids, warpers)
+    def wrong(drafter, logits, draft_ids, pick):
+        tree = draw_chain(drafter, logits, draft_ids, pick)
         return DraftTree.chain(tree.tokens, laws=(draft_ids, logits.softmax(-1)))
 
     expected = law_of_generate(monkeypatch, llama)

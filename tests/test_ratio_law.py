@@ -22,7 +22,7 @@ from transformers import (
 
 import verification_peagle
 from configuration_peagle import PEagleConfig
-from decoding_peagle import draw_chain
+from decoding_peagle import Draws, draw_chain
 from modeling_peagle import PEagleModel
 from verification_peagle import Continuation, draw
 
@@ -72,7 +72,8 @@ def drawn(kind, num_tokens, count, warpers=()):
         if not len(logits):
             return nothing(path)
         ids, markov_rank, *_ = DRAFTERS[kind]
-        return draw_chain(make_drafter(markov_rank), logits, torch.tensor(ids), LogitsProcessorList(warpers))
+        pick = Draws(LogitsProcessorList(warpers), len(ids))
+        return draw_chain(make_drafter(markov_rank), logits, torch.tensor(ids), pick)
 
     return chain_of
 
