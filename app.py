@@ -169,7 +169,8 @@ class Turn:
             return "differ", f"✗ outputs differ from new token {parting + 1} on{rounding}"
         if done:
             return "same", f"✓ outputs identical: {count} of {count} tokens"
-        return "open", f"{'so far' if running else 'stopped,'} {count} tokens compared, all the same"
+        compared = f"{count} tokens compared, all the same" if count else "nothing to compare"
+        return "open", f"{'so far' if running else 'stopped,'} {compared}"
 
     def html(self, running: bool = False) -> str:
         columns = "".join(self.column(way, running) for way in WAYS)
@@ -261,7 +262,7 @@ def answer(
     if len(ids) + max_tokens > limit:
         raise gr.Error(
             f"The chat has {len(ids)} tokens, and with {max_tokens} new ones exceeds the target's {limit}: shorten the message, "
-            "ask for fewer tokens or start a new chat."
+            "ask for fewer tokens or clear the chat."
         )
     dtype = str(engine.target.dtype).removeprefix("torch.")
     turn = Turn(message, ORDERS[order], float(temperature), dtype)
@@ -311,7 +312,7 @@ def build_demo(drafter=None, target=None, **loading) -> gr.Blocks:
         message = gr.Textbox(label="Message", placeholder="Ask something", max_length=LONGEST, autofocus=True)
         with gr.Row():
             send = gr.Button("Send", variant="primary", min_width=90)
-            stopping, clear = gr.Button("Stop", min_width=90), gr.Button("New chat", min_width=90)
+            stopping, clear = gr.Button("Stop", min_width=90), gr.Button("Clear", min_width=90)
         with gr.Row():
             drafting = gr.Radio([AUTO, CHAIN, TREE], value=AUTO, label="Draft per round")
             depth = gr.Slider(1, config.num_depths, config.speculation_depth, step=1, label="K, the deepest draft")

@@ -98,7 +98,7 @@ def test_a_chat_streams_in_colours_to_a_badge_and_goes_on(visit):
     wait_for(page, "#newest .verdict.same")
     assert page.locator("#earlier .turn .message").text_content() == "Hello"
     assert page.locator("#newest .turn .message").text_content() == "And now?"
-    page.get_by_role("button", name="New chat").click()
+    page.get_by_role("button", name="Clear").click()
     page.wait_for_function("document.querySelectorAll('.turn').length == 0")
 
 
