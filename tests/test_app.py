@@ -25,8 +25,9 @@ from configuration_peagle import tokenizer_fingerprint
 TOKENIZER = make_tokenizer()
 TOKENIZER.chat_template = CHATML
 HELLO = "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
+COUNT = 16
 SETTINGS = {"system": "", "tools": "", "drafting": app.CHAIN, "depth": 4, "nodes": 9, "temperature": 0.0}
-SETTINGS |= {"max_tokens": 24, "order": "plain first"}
+SETTINGS |= {"max_tokens": COUNT, "order": "plain first"}
 TOOL = '[{"name": "get_tide", "parameters": {"type": "object"}}]'
 
 
@@ -56,7 +57,7 @@ def states(engine, message="Hello", turns=(), **settings):
     return list(app.answer(engine, list(turns), message, **SETTINGS | settings))
 
 
-def plain_text(engine, prompt=HELLO, max_tokens=24):
+def plain_text(engine, prompt=HELLO, max_tokens=COUNT):
     ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
     return TOKENIZER.decode(
         plain(engine.target, ids, max_new_tokens=max_tokens)[0, ids.shape[1] :], skip_special_tokens=True
@@ -87,17 +88,20 @@ def test_both_columns_stream_to_the_text_of_plain_decoding(family, drafting, mon
     _, page, turns, message = last
     expected = plain_text(engine)
     assert texts(page) == dict.fromkeys(app.WAYS, as_shown(expected)) and message == ""
-    assert "✓ outputs identical: 24 of 24 tokens" in page and 'class="verdict same"' in page
+    assert f"✓ outputs identical: {COUNT} of {COUNT} tokens" in page and 'class="verdict same"' in page
     for way in app.WAYS:
         seen = [texts(page)[way] for _, page, _, _ in stream]
         assert len(set(seen)) > 2 and all(later.startswith(sooner) for sooner, later in zip(seen, seen[1:]))
     numbers = {way: turns[-1].answers[way] for way in app.WAYS}
-    assert numbers["plain"].forwards == 24 and numbers["plain"].stats.tau == 1
+    assert numbers["plain"].forwards == COUNT and numbers["plain"].stats.tau == 1
     assert [token.depth for token in numbers["drafted"].tokens] == numbers["drafted"].stats.origins
     if drafting != app.AUTO:  # which drafts by the clock
         drafted = numbers["drafted"]
-        assert f"{24 - drafted.forwards} saved · tau <b>{drafted.stats.tau:.2f}</b>" in page and drafted.forwards < 24
-        assert 'class="d0" title="depth 1"' in page and page.count('class="bar d') == len(drafted.kept_per_depth) > 1
+        assert (
+            f"{COUNT - drafted.forwards} saved · tau <b>{drafted.stats.tau:.2f}</b>" in page
+            and drafted.forwards < COUNT
+        )
+        assert 'class="d0" title="depth 1"' in page and page.count('class="bar d') == len(drafted.kept_per_depth) > 0
 
 
 def test_colours_are_those_of_the_depths_that_drafted_the_tokens(engine):
@@ -143,11 +147,11 @@ def test_an_answer_that_is_only_longer_differs():
 @pytest.mark.parametrize("order, ways", app.ORDERS.items())
 def test_one_column_is_done_before_the_other_begins(engine, order, ways, monkeypatch):
     monkeypatch.setattr(app, "INTERVAL", 0.0)
-    first, second = ways
+    (first, second), whole = ways, as_shown(plain_text(engine))
     assert set(ways) == set(app.WAYS)
     for _, page, _, _ in states(engine, order=order):
         shown = texts(page)
-        assert not shown[second] or shown[first] == as_shown(plain_text(engine))
+        assert not shown[second] or shown[first] == whole
     assert f"{app.WAYS[first]} <small>first, done" in page and f"{app.WAYS[second]} <small>second, done" in page
 
 
@@ -203,7 +207,7 @@ def test_tools_that_the_template_ignores_are_written_as_text(engine):
         ({"message": "\ud800"}, "control character, U\\+D800"),
         ({"system": "\x00"}, "The system prompt has a control character"),
         ({"message": "a" * 20_001}, "20001 characters: shorten it to 20000"),
-        ({"message": "a" * 480}, r"The chat has \d+ tokens, and with 24 new ones exceeds the target's 512: shorten"),
+        ({"message": "a" * 480}, r"The chat has \d+ tokens, and with 16 new ones exceeds the target's 512: shorten"),
         ({"tools": "get_tide()"}, "tools are not a list of schemas"),
         ({"tools": '"get_tide"'}, "tools are not a list of schemas"),
         ({"tools": "[" * 5000}, "nested too deeply|not a list of schemas"),
@@ -305,19 +309,19 @@ def visitor(url):
 
 
 def ask(client, message, **settings):
-    return client.submit(message, **SETTINGS | settings, api_name="/answer")
+    return client.submit(message, **SETTINGS | {"max_tokens": 8} | settings, api_name="/answer")
 
 
 def test_the_served_chat_keeps_each_sessions_turns(url, engine):
     client, other = visitor(url), visitor(url)
-    mine, theirs = ask(client, "Hello"), ask(other, "Who?")
-    assert texts(mine.result()[1])["drafted"] == as_shown(plain_text(engine))
-    assert texts(theirs.result()[1])["drafted"] == as_shown(plain_text(engine, HELLO.replace("Hello", "Who?")))
+    mine, theirs, whole = ask(client, "Hello"), ask(other, "Who?"), as_shown(plain_text(engine, max_tokens=8))
+    assert texts(mine.result()[1])["drafted"] == whole
+    assert texts(theirs.result()[1])["drafted"] == as_shown(plain_text(engine, HELLO.replace("Hello", "Who?"), 8))
     earlier, page, _ = ask(client, "Hello").result()
-    assert texts(earlier)["drafted"] == as_shown(plain_text(engine)) != texts(page)["drafted"]
+    assert texts(earlier)["drafted"] == whole != texts(page)["drafted"]
     client.predict(api_name="/clear")
     earlier, page, _ = ask(client, "Hello").result()
-    assert earlier == "" and texts(page)["drafted"] == as_shown(plain_text(engine))
+    assert earlier == "" and texts(page)["drafted"] == whole
 
 
 def test_what_is_out_of_bounds_is_refused_to_the_one_who_sent_it(url):
@@ -332,7 +336,7 @@ def test_what_is_out_of_bounds_is_refused_to_the_one_who_sent_it(url):
 
 def test_one_who_leaves_frees_the_place_for_the_next(url):
     long = ask(visitor(url), "Hello", max_tokens=400)
-    waiting = ask(visitor(url), "Hello", max_tokens=8)
+    waiting = ask(visitor(url), "Hello")
     while not long.outputs():
         assert not long.done()
         threading.Event().wait(0.05)
