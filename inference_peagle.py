@@ -28,10 +28,12 @@ try:
     from .decoding_peagle import DecodingStats
     from .published_peagle import is_published
     from .target_peagle import load_target
+    from .tree_peagle import DraftTree
 except ImportError:
     from decoding_peagle import DecodingStats
     from published_peagle import is_published
     from target_peagle import load_target
+    from tree_peagle import DraftTree
 
 
 ROOT = Path(__file__).resolve().parent
@@ -100,10 +102,11 @@ class StreamedToken:
 
 
 class TokenStream(Iterator):
-    """Iterates over [`StreamedToken`]s. At the end `result` is the [`Generation`], before that None."""
+    """Iterates over [`StreamedToken`]s. At the end `result` is the [`Generation`], before that None; `stats`, its
+    [`DecodingStats`], are filled while it decodes, ahead of the tokens that were read."""
 
     def __init__(self, tokens: Generator[StreamedToken, None, Generation], feed: "TokenFeed"):
-        self._tokens, self._feed, self.result = tokens, feed, None
+        self._tokens, self._feed, self.stats, self.result = tokens, feed, feed.stats, None
 
     def __next__(self) -> StreamedToken:
         try:
@@ -163,6 +166,24 @@ class TokenFeed(BaseStreamer):
         for token in self.waiting:
             self.queue.put(token)
         self.waiting = []
+
+
+class PlainFeed(TokenFeed):
+    """The same of plain decoding, whose stats are told here: each token after the first is a round without drafts."""
+
+    clock = None
+
+    def put(self, value: torch.Tensor):
+        now = time.perf_counter()
+        before, self.clock = self.clock, now
+        if before is not None:  # else this is the prompt
+            if self.stats.origins:
+                self.stats.record(DraftTree.chain([]), accepted=0, emitted=1, draft_time=0.0, verify_time=now - before)
+            else:
+                self.stats.prefill_seconds = now - before
+            self.stats.total_seconds += now - before
+            self.stats.origins.append(None)
+        super().put(value)
 
 
 def published_loader():
@@ -264,11 +285,10 @@ class PEAGLEInference:
         call = self._call(prompt, max_tokens, temperature, draft_tree, options)
         if not compare:
             return self._decode(call, DecodingStats())
-        plain_call = {name: value for name, value in call.items() if name not in DRAFTING}
         start = time.perf_counter()
         result = self._decode(call, DecodingStats())
         middle = time.perf_counter()
-        tokens = new_tokens(self.target.generate(**plain_call), call)
+        tokens = self._decode(call, DecodingStats(), plain=True).tokens
         end = time.perf_counter()
         result.speedup = (len(result.tokens) / (middle - start)) / (len(tokens) / (end - middle))
         if not call["do_sample"]:  # two samples of one law need not be the same
@@ -281,18 +301,19 @@ class PEAGLEInference:
         max_tokens: int = 256,
         temperature: float = 0.0,
         draft_tree: int | list[tuple[int, ...]] | None = None,
+        plain: bool = False,
         **options,
     ) -> TokenStream:
         """Continue a prompt token by token, in a thread of its own that ends with the stream.
 
-        The texts of all tokens are that of the whole. For the arguments and errors see [`generate`]; errors in decoding are
-        raised where the tokens are read.
+        The texts of all tokens are that of the whole. `plain` decodes with the target's own `generate`, without the drafter.
+        For the other arguments and the errors see [`generate`]; errors in decoding are raised where the tokens are read.
         """
         if not self.tokenizer.is_fast:
             raise ValueError(
                 f"{type(self.tokenizer).__name__} cannot decode token by token: use a fast tokenizer, or generate."
             )
-        feed = TokenFeed(self.tokenizer)
+        feed = (PlainFeed if plain else TokenFeed)(self.tokenizer)
         return TokenStream(self._stream(self._call(prompt, max_tokens, temperature, draft_tree, options), feed), feed)
 
     def chat(
@@ -372,15 +393,21 @@ class PEAGLEInference:
             "return_dict_in_generate": False,
         }
 
-    def _decode(self, call: dict, stats: DecodingStats, streamer: BaseStreamer | None = None) -> Generation:
-        sequences = self.drafter.speculative_generate(self.target, streamer=streamer, stats=stats, **call)
-        tokens = new_tokens(sequences, call)
+    def _decode(
+        self, call: dict, stats: DecodingStats, streamer: BaseStreamer | None = None, plain: bool = False
+    ) -> Generation:
+        if plain:
+            call = {name: value for name, value in call.items() if name not in DRAFTING}
+            sequences = self.target.generate(streamer=streamer, **call)
+        else:
+            sequences = self.drafter.speculative_generate(self.target, streamer=streamer, stats=stats, **call)
+        tokens = sequences[0, call["input_ids"].shape[1] :].tolist()
         return Generation(self.tokenizer.decode(tokens, skip_special_tokens=True), tokens, stats)
 
     def _stream(self, call: dict, feed: TokenFeed) -> Generator[StreamedToken, None, Generation]:
         def work():
             try:
-                feed.finish(self._decode(call, feed.stats, feed))
+                feed.finish(self._decode(call, feed.stats, feed, plain=isinstance(feed, PlainFeed)))
             except BaseException as error:
                 feed.queue.put(error)
 
@@ -402,7 +429,3 @@ class PEAGLEInference:
         finally:
             stop()
             atexit.unregister(stop)
-
-
-def new_tokens(sequences: torch.LongTensor, call: dict) -> list[int]:
-    return sequences[0, call["input_ids"].shape[1] :].tolist()

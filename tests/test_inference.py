@@ -174,6 +174,23 @@ def test_a_stream_gives_each_token_with_its_origin_and_then_the_result(any_engin
     assert list(stream) == [] and stream.result.tokens == expected
 
 
+def test_a_plain_stream_is_the_targets_own_and_counts_its_forwards(any_engine):
+    any_engine.drafter.calls.clear()
+    stream = any_engine.stream(IDS, max_tokens=24, plain=True, draft_tree=7)
+    assert [(token.token, token.depth) for token in stream] == [(token, None) for token in plain_tokens(any_engine)]
+    stats = stream.result.stats
+    assert stats is stream.stats and stats.origins == told_by(stats) and stream.result.tau == 1
+    assert len(stats.emitted) == 23 and not any(stats.nodes) and not any_engine.drafter.calls
+    prefill, draft, verify, host, total = stream.result.timings.values()
+    assert 0 < prefill < total == pytest.approx(prefill + verify) and draft == 0 and host == pytest.approx(0)
+    sampled = any_engine.stream(IDS, max_tokens=12, plain=True, temperature=0.9)
+    torch.manual_seed(0)
+    tokens = [token.token for token in sampled]
+    torch.manual_seed(0)
+    expected = any_engine.target.generate(PROMPT, max_new_tokens=12, do_sample=True, temperature=0.9)
+    assert tokens == expected[0, len(IDS) :].tolist()
+
+
 def byte_fallback_tokenizer():
     """As Gemma's: what is no word is spelt in bytes, which are decoded a run at a time."""
     words = [f"<0x{byte:02X}>" for byte in range(256)] + ["▁", "▁the", *"abcdenv0123,."]
