@@ -167,8 +167,8 @@ class Watch(BaseStreamer):
         self.puts, self.drafts, self.forward_seconds = [], [], []
 
     def __enter__(self):
-        self.hooks = self.target.register_forward_pre_hook(self.before, with_kwargs=True)
-        self.hooks = [self.hooks, self.target.register_forward_hook(self.after)]
+        before = self.target.register_forward_pre_hook(self.before, with_kwargs=True)
+        self.hooks = [before, self.target.register_forward_hook(self.after)]
         self.start = time.perf_counter()
         return self
 
@@ -307,7 +307,8 @@ def evaluate(
         options["prepacked"] = prepacked[0] if packing else None
         machine["prepacked_bytes"] = sum(each.bytes for each in prepacked)
         for way in ways:  # warm up
-            answer(target, way, prompts[0]["input_ids"], 0, **options | {"max_new_tokens": 16})
+            short = options | {"max_new_tokens": min(args.max_new_tokens, 16)}
+            answer(target, way, prompts[0]["input_ids"], 0, **short)
         step, steps = plain_steps(target, prompts[0]["input_ids"]), []
         try:
             for i, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=not args.quiet)):
@@ -330,7 +331,8 @@ def evaluate(
             prompts = prompts[: runs[-1]["prompt"] + 1]
             print(f"\nInterrupted: the report covers the first {len(prompts)} prompts.")
         machine |= disturbance.report(steps)
-        machine["costs"] = asdict(costs_of(target, drafter)) if "auto" in str(used["ways"]) else None
+        sized = any(way.options.get("draft_tree") == "auto" for way in ways)
+        machine["costs"] = asdict(costs_of(target, drafter)) if sized else None
     report = {"settings": asdict(args) | used, "environment": machine, "overlap": None}
     report["ways"] = summarize_ways(ways, runs, prompts)
     # Elsewhere than in greedy float32, rounding may decide a near tie differently.
@@ -342,7 +344,7 @@ def evaluate(
 def without_folders(report):
     """What lies in this repository is named from its root: reports are shared, the machine's folders are not."""
     text = json.dumps(report).replace(f"{ROOT}/", "")
-    return json.loads(re.sub(rf"{re.escape(str(ROOT))}(?![\\w.-])", ".", text))
+    return json.loads(re.sub(rf"{re.escape(str(ROOT))}(?![\w.-])", ".", text))
 
 
 def main(argv: list[str] | None = None) -> int:

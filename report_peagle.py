@@ -181,7 +181,9 @@ def summarize_ways(ways: list, runs: list[dict], prompts: list[dict]) -> dict:
                 for prompt, single, found in zip(prompts, singles, partings)
             ]
             drafts = {"drafter": None if way.drafter is None else way.drafter.name_or_path, "depth": way.depth}
-            drafts["options"] = {name: value for name, value in way.options.items() if name in SIZES and value is not None}
+            drafts["options"] = {
+                name: value for name, value in way.options.items() if name in SIZES and value is not None
+            }
             report[way.name] = plain_numbers(drafts | {"total": total, "categories": categories, "prompts": singles})
     return report
 
@@ -339,9 +341,9 @@ def plot(report: dict, folder: Path):
     def acceptance(*axes):
         for ax, kind, label in zip(axes, ("joint", "conditional"), ("kept jointly", "kept where all before were")):
             for name, way in drafting.items():
-                kept = np.array(way["total"][kind], dtype=float)  # None becomes NaN
+                kept = np.array(way["total"][kind][:DEEPEST], dtype=float)  # None becomes NaN
                 ax.plot(range(1, len(kept) + 1), kept, marker="o", label=name)
-            ax.set(xlabel="depth", ylabel=f"draft tokens {label}", ylim=(0, 1))
+            ax.set(xlabel="depth", ylabel=f"draft tokens {label}", ylim=(-0.02, 1.02), xticks=range(1, DEEPEST + 1))
             ax.grid(alpha=0.3)
         axes[0].legend()
 
@@ -367,7 +369,9 @@ def plot(report: dict, folder: Path):
                 ax.errorbar(
                     [size for size, _ in points], middle, abs(ends - middle), marker="o", capsize=3, label=kind
                 )
-            ax.set(xlabel=xlabel, ylabel=label)
+            ax.set(
+                xlabel=xlabel, ylabel=label, xticks=sorted({size for points in kinds.values() for size, _ in points})
+            )
             ax.grid(alpha=0.3)
             ax.legend()
 

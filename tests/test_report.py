@@ -100,14 +100,14 @@ def test_rounds_that_drafted_are_told_from_the_others():
 
 
 def test_totals_are_ratios_of_sums_and_repeats_count():
-    first, second = answers(1, 3)
+    first, second = answers(1, 1)
+    second["chain"] = run(1.0, rounds(3, 3))
     report = summary(first, second)["chain"]
-    assert report["total"]["tau"] == 40 / 20 and [row["tau"] for row in report["prompts"]] == [1, 3]
+    assert report["total"]["tau"] == 16 / 12 and [row["tau"] for row in report["prompts"]] == [1, 3]
     runs = [{"prompt": 0, "answers": each} for each in (first, second)]
     repeated = summarize_ways([PLAIN, CHAIN], runs, [{"id": "p", "category": "a"}])["chain"]
-    assert repeated["prompts"][0]["tau"] == 2 and repeated["prompts"][0]["answers"] == 2
-    wrong = second | {"chain": second["chain"] | {"identical": False}}
-    runs[1]["answers"] = wrong
+    assert repeated["prompts"][0]["tau"] == 16 / 12 and repeated["prompts"][0]["answers"] == 2
+    second["chain"]["identical"] = False
     assert summarize_ways([PLAIN, CHAIN], runs, [{"id": "p", "category": "a"}])["chain"]["total"]["identical"] == 0
 
 
