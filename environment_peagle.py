@@ -1,4 +1,4 @@
-"""What a measurement was made on, and whether other programs disturb it."""
+"""What a measurement was made on, and whether other programs disturbed it."""
 
 import platform
 import re
@@ -8,12 +8,16 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 import transformers
 
 
 ROOT = Path(__file__).resolve().parent
+# Above these, times are not to be trusted: the part of the cores that other programs have asked of late, and that they got
+# during the run; and by how much the middle half of the repeated plain steps may differ.
+MOST_LOAD, MOST_SHARE, MOST_SPREAD = 0.5, 0.1, 0.15
 
 
 def command_line() -> str:
@@ -22,14 +26,10 @@ def command_line() -> str:
 
 
 def environment(target) -> dict:
-    """Versions, machine and models; `load_of_others` is what other programs have asked of late, in cores."""
+    """Versions, machine and models."""
     # Where there is no such file, or it names no model, Python's own word has to do.
     cpu = re.findall(r"model name\s*: (.+)", "".join(file.read_text() for file in Path("/proc").glob("cpuinfo")))
     git = subprocess.run("git describe --always --dirty", shell=True, cwd=ROOT, capture_output=True, text=True)
-    # A second of our own CPU time within the last minute adds about 1/60 to the one-minute load average.
-    own, cores = min(time.process_time() / 60, torch.get_num_threads()), psutil.cpu_count()
-    others = max(0.0, psutil.getloadavg()[0] - own)
-    warning = f"WARNING: other programs keep {others:.1f} of {cores} cores busy, do not trust the timings."
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -38,8 +38,55 @@ def environment(target) -> dict:
         "cpu": cpu[0] if cpu else platform.processor(),
         "gpu": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
-        "cores": cores,
-        "load_of_others": others,
-        "load_warning": warning if others > 0.5 * cores else None,
+        "cores": psutil.cpu_count(),
         "dtype": str(target.dtype).removeprefix("torch."),
+        "attention": target.config.get_text_config()._attn_implementation,
     }
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: on a GPU the most that torch has held since the last call, elsewhere what the process holds (resident set)."""
+    if device.type != "cuda":
+        return psutil.Process().memory_info().rss
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return peak
+
+
+class Disturbance:
+    """What other programs do to a measurement, which begins when this is made.
+
+    load (`float`): What they have asked of late, in cores.
+    """
+
+    def __init__(self):
+        self.cores, self.own, self.start = psutil.cpu_count(), time.process_time(), time.perf_counter()
+        # A second of our own CPU time within the last minute adds about 1/60 to the one-minute load average.
+        self.load = max(0.0, psutil.getloadavg()[0] - min(self.own / 60, torch.get_num_threads()))
+        psutil.cpu_percent()  # the next call gives the share since this one
+
+    def reasons(self, share: float = 0.0, spread: float = 0.0) -> list[str]:
+        """Why times are not to be trusted; for the arguments see [`report`]."""
+        words = {
+            f"other programs asked for {self.load:.1f} of {self.cores} cores before the run": (
+                self.load > MOST_LOAD * self.cores
+            ),
+            f"other programs took {share:.0%} of the cores during the run": share > MOST_SHARE,
+            f"the middle half of the repeated plain steps differed by {spread:.0%}": spread > MOST_SPREAD,
+        }
+        return [word for word, present in words.items() if present]
+
+    def report(self, steps: list[float]) -> dict:
+        """What was seen since the beginning, given the seconds of equal plain steps all along.
+
+        `others_share` is the part of all cores that other programs had; `step_ms` the median step in milliseconds, and
+        `step_spread` by how much of it the middle half of the steps differ; `trusted` tells whether nothing spoke against the
+        times, and `disturbances` (`list[str]`) what did.
+        """
+        own = (time.process_time() - self.own) / (time.perf_counter() - self.start) / self.cores
+        share = max(0.0, psutil.cpu_percent() / 100 - own)
+        low, middle, high = np.quantile(steps, [0.25, 0.5, 0.75]).tolist()
+        spread = (high - low) / middle
+        reasons = self.reasons(share, spread)
+        seen = {"load_of_others": self.load, "others_share": share, "step_ms": 1000 * middle, "step_spread": spread}
+        return seen | {"trusted": not reasons, "disturbances": reasons}

@@ -1,11 +1,10 @@
-"""Measure a P-EAGLE drafter against plain decoding: `python evaluate_peagle.py`.
+"""Measure ways of decoding with a P-EAGLE drafter against plain decoding: `python evaluate_peagle.py`.
 
-Every prompt is answered both ways in turn, so that a change in the machine's pace meets both. Speeds count decoding
-only: from the first new token to the last, without the time that showing text on the terminal takes. What the drafter
-does with the prompt falls into its first round, so it counts against the drafter.
+Every prompt is answered in all ways in turn, in an order that changes from prompt to prompt, so that a change in the machine's
+pace meets all alike. The clock stands while text is shown on the terminal. Decoding runs from the first new token to the end;
+what the drafter does with the prompt falls into its first round, so it counts against the drafter.
 
-In float32 on a CPU both ways have prepacked linear layers, as stock ones make verification dear (prepack_peagle.py).
-Plain decoding with stock layers is then measured as well.
+In float32 on a CPU all ways but `stock` have prepacked linear layers, as stock ones make verification dear (prepack_peagle.py).
 
 In bfloat16 and float16 a forward over several tokens rounds otherwise than one over a single token, so greedy answers may part
 at a near tie of the target's scores. Where they part, the report says how near.
@@ -13,138 +12,219 @@ at a near tie of the target's scores. Where they part, the report says how near.
 
 import json
 import math
+import re
+import shlex
 import sys
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from tqdm.auto import tqdm
 from transformers import DynamicCache, HfArgumentParser, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 from transformers.hf_argparser import HfArg
 
-from data.prompts import EVAL_FRACTION, load_prompts
+from data.conversations import read_rows
+from data.prompts import EVAL_FRACTION, load_prompts, overlap
 from decoding_peagle import DecodingStats
-from environment_peagle import environment
+from environment_peagle import Disturbance, environment, peak_memory
 from inference_peagle import load_drafter
 from prepack_peagle import prepack
+from report_peagle import plot, print_table, summarize_ways
 from sizing_peagle import costs_of
 from target_peagle import load_target
+from tree_peagle import DraftTree
 
 
 ROOT = Path(__file__).resolve().parent
 SHOWN = 600  # characters of the prompt, from its end
-FEW = 3  # prompts below which no verdict is given
+READ, STEPS = 200, 5  # tokens cached before the repeated plain steps, and how many are clocked before each prompt
 # Scores this near are a tie, in units of what the dtype can tell apart at the largest one. Reading a text in one forward or
 # token by token moved the difference of two by up to 1.8 on small random targets of three families and 1.5 on SmolLM2.
 NEAR_TIE = 4
-WAYS, SPEED_UPS = ("stock", "plain", "drafted"), {"speed_up": "plain", "speed_up_over_stock": "stock"}
-HEADING = "\n{name:18} prompt   new{stock} plain/s drafted/s speed-up   tau saved same  kept at depth 1, 2, ..."
-ROW = (
-    "{name:18.18}{prompt_tokens:>7}{drafted_tokens:>6}{stock}{plain_tokens_per_second:>8}"
-    "{drafted_tokens_per_second:>10}{speed_up:>9}{tau:>6}{forwards_saved:>6}{identical:>5} {joint}"
-)
-SUMMARY = """
-{speed_up:.2f}x: {verdict} {prepacked}plain decoding on this machine (95% interval {low:.2f} to {high:.2f})
-tau {tau:.2f} ({least:.2f} to {most:.2f}); drafting pays above tau {break_even_tau:.2f}{inequality}
-a round takes {round_ms:.1f} ms: {verify_share:.0%} verification, {draft_share:.0%} drafter, {host_share:.0%} {rest}
-one drafter forward: {slots_ms:.1f} ms for {depth} slots, {slots_ratio:.2f}x of one slot, \
-{step_ratio:.2f} of a plain target step
-kept at depth 1, 2, ...: {joint} jointly, {conditional} where all before were kept"""
-INEQUALITY = """
-  in the {drafting_rounds} of {rounds} rounds that drafted: tau {drafting_tau:.2f} {sign} {drafting_break_even_tau:.2f} =
-  ({drafting_verify_ms:.1f} verification + {drafting_draft_ms:.1f} drafter + {host_ms:.1f} {rest}) / {plain_ms:.1f} ms \
-of a plain token"""
-STOCK = """\
-{speed_up_over_stock:.2f}x over stock plain decoding ({low:.2f} to {high:.2f}), which takes {stock_ms:.1f} ms a token;
-  {same_as_stock} of its {answers} answers are the same (rounding decides near ties); packing took {megabytes:.0f} MB"""
-
-PARTING = {  # by whether it is a near tie
-    True: "{name}: they part at new token {position} (from 0), a near tie: the target's scores of the two are {gap:.3g} apart",
-    False: "{name}: they part at new token {position} (from 0), NO near tie: the target's scores of the two are {gap} apart",
-}
+WAYS, LOOKUP = ("stock", "plain", "lookup", "chain", "tree", "auto"), 10
+NUMBER = r"(:[1-9]\d*)?"
+SPELLING = re.compile(rf"stock|plain|lookup{NUMBER}|(auto|(chain|tree|sequential){NUMBER})(\+lookup{NUMBER})?")
 
 
 @dataclass
 class EvaluationArguments:
     drafter: str = HfArg(default=str(ROOT), help="Folder or Hub id of the drafter.")
     target: str | None = HfArg(default=None, help="Folder or Hub id of the target; SmolLM2-135M-Instruct if unset.")
-    prompts: str = HfArg(default=str(ROOT / "data/prompts.jsonl"), help="JSON Lines: messages, prompt or turns each.")
+    sequential_drafter: str | None = HfArg(
+        default=None, help="Folder or Hub id of an autoregressive drafter to compare with: the way `sequential`."
+    )
+    ways: list[str] | None = HfArg(
+        default=None,
+        help="What to compare: stock and plain (decoding without drafts, with stock and prepacked layers), lookup[:TOKENS] "
+        "(transformers' own prompt lookup), chain[:K], tree[:NODES], auto (as many drafts as pay) and sequential[:K]; "
+        "+lookup[:TOKENS] behind one of the last four drafts what followed the newest tokens before as well. "
+        f"{' '.join(WAYS)} if unset, and sequential with --sequential_drafter.",
+    )
+    prompts: str = HfArg(
+        default=str(ROOT / "data/prompts.jsonl"),
+        help="File (JSON Lines, Parquet), folder or data set of the Hub with messages, a prompt or turns in each row.",
+    )
     held_out_file: str | None = HfArg(default=None, help="In place of --prompts: what train_peagle.py held out of it.")
-    eval_fraction: float = HfArg(default=EVAL_FRACTION, help="The share of --held_out_file that training held out.")
+    eval_fraction: float = HfArg(
+        default=EVAL_FRACTION, help="The share of --held_out_file and --trained_on that training held out."
+    )
+    trained_on: list[str] | None = HfArg(
+        default=None, help="What the drafter was trained on, to report the prompts that are in it."
+    )
     num_prompts: int | None = HfArg(default=None, help="Use the first so many prompts; all if unset.")
     per_category: int | None = HfArg(default=None, help="Use the first so many of each category; all if unset.")
     max_new_tokens: int = HfArg(default=128, help="Longest answer, in tokens.")
     speculation_depth: int | None = HfArg(
         default=None, help="Draft tokens per round (K), or along a path of a tree; the drafter's own if unset."
     )
-    draft_tree: str | None = HfArg(
-        default=None,
-        help="Draft so many tokens per round as a tree, or with `auto` as many as pay; a chain of K if unset.",
-    )
-    prompt_lookup: int | None = HfArg(
-        default=None, help="Also draft up to so many tokens that followed the newest ones before."
-    )
-    temperature: float = HfArg(default=0.0, help="0 is greedy; above 0 both ways sample, trees by the same draws.")
+    nodes: int = HfArg(default=15, help="Draft tokens per round of `tree`.")
+    temperature: float = HfArg(default=0.0, help="0 is greedy; above 0 all ways sample, trees by plain's draws.")
     seed: int = HfArg(default=0, help="Seed of the first answer to each prompt; repeats count up from it.")
-    repeats: int = HfArg(default=1, help="How often each prompt is answered both ways.")
+    repeats: int = HfArg(default=1, help="How often each prompt is answered in each way.")
     output: str | None = HfArg(default=None, help="JSON file for all numbers, settings and versions.")
+    plots: str | None = HfArg(default=None, help="Folder for charts of acceptance, categories and sizes (PNG).")
     quiet: bool = HfArg(default=False, help="Show a progress bar in place of the text.")
     dtype: Literal["float32", "bfloat16", "float16"] | None = HfArg(default=None, help="Float32 on a CPU if unset.")
     prepack: bool | None = HfArg(default=None, help="Prepack the linear layers; yes in float32 on a CPU if unset.")
 
     def __post_init__(self):
-        if self.draft_tree not in (None, "auto"):
-            if not str(self.draft_tree).isdecimal():
-                raise ValueError(f"--draft_tree is {self.draft_tree!r}: give a number of draft tokens, or auto.")
-            self.draft_tree = int(self.draft_tree)
+        if self.ways is None:
+            self.ways = [*WAYS, *(["sequential"] if self.sequential_drafter else [])]
+        for name in self.ways:
+            if not SPELLING.fullmatch(name):
+                raise ValueError(
+                    f"--ways has {name!r}: name stock, plain, lookup, chain, tree, auto or sequential, sizes as in chain:4, "
+                    "and prompt lookup beside drafts as in tree:15+lookup:10."
+                )
+        if "plain" not in self.ways or len(set(self.ways)) < len(self.ways):
+            raise ValueError("--ways needs plain, which the others are compared with, and each way once.")
+        if any(name.startswith("sequential") for name in self.ways) != (self.sequential_drafter is not None):
+            raise ValueError("The way sequential and --sequential_drafter, a folder or Hub id, need each other.")
 
 
-class Stopwatch(BaseStreamer):
-    """Clocks one `generate` call: `seconds` from its first new token to its end, less what `show` took."""
+@dataclass(frozen=True)
+class Way:
+    """A way of decoding.
 
-    def __init__(self, show: TextStreamer | None):
-        self.show, self.calls, self.shown = show, 0, 0.0
+    name (`str`): As in `--ways`.
+    options (`dict`): What `generate` is given for it.
+    depth (`int`): Most draft tokens along a path.
+    same_draws (`bool`): Whether it samples the tokens that plain sampling draws with the same seed.
+    """
+
+    name: str
+    options: dict = field(default_factory=dict)
+    depth: int = 0
+    same_draws: bool = True
+
+    @classmethod
+    def named(cls, name: str, args: EvaluationArguments, drafter, sequential=None) -> "Way":
+        """ValueError: The drafter was not trained for the depth."""
+        kind, size, branch, length = re.fullmatch(r"(\w+):?(\d*)(\+lookup)?:?(\d*)", name).groups()
+        if kind in ("stock", "plain"):
+            return cls(name)
+        if kind == "lookup":
+            return cls(name, {"prompt_lookup_num_tokens": int(size or LOOKUP)}, int(size or LOOKUP), False)
+        drafter, auto = sequential if kind == "sequential" else drafter, kind == "auto"
+        config = drafter.config
+        depth = args.speculation_depth or (config.num_depths if auto else config.speculation_depth)
+        tree = "auto" if auto else int(size or args.nodes) if kind == "tree" else None
+        if tree is None and size:
+            depth = int(size)
+        config.check_depth("the depth", depth, f"the way {name}")
+        options = {"assistant_model": drafter, "num_assistant_tokens": depth, "draft_tree": tree}
+        if branch:
+            options["prompt_lookup_num_tokens"] = int(length or LOOKUP)
+            depth = max(depth, options["prompt_lookup_num_tokens"])
+        return cls(name, options, depth, same_draws=bool(tree or branch))
+
+    @property
+    def drafter(self):
+        """Whose drafts they are; None where plain decoding or transformers' own drafting is at work."""
+        return self.options.get("assistant_model")
+
+
+def in_turn(ways: list, turn: int) -> list:
+    """A B C, C B A, B C A, A C B, ...: in 2n turns each of n ways has every place twice, and early as often as late."""
+    start = turn // 2 % len(ways)
+    order = [*ways[start:], *ways[:start]]
+    return order[::-1] if turn % 2 else order
+
+
+class Watch(BaseStreamer):
+    """Clocks the `generate` call of a `with` statement, and what the target's forwards in it read and took.
+
+    `prefill_seconds` runs to the first new tokens, `decode_seconds` from there to the end, without what `show` took.
+    `memory` is [`peak_memory`] at the end.
+    """
+
+    def __init__(self, target, show: TextStreamer | None = None):
+        self.target, self.show, self.shown = target, show, 0.0
+        self.puts, self.drafts, self.forward_seconds = [], [], []
+
+    def __enter__(self):
+        before = self.target.register_forward_pre_hook(self.before, with_kwargs=True)
+        self.hooks = [before, self.target.register_forward_hook(self.after)]
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_):
+        for hook in self.hooks:
+            hook.remove()
+
+    def before(self, _, args, inputs):
+        self.drafts.append((args[0] if args else inputs["input_ids"])[0, 1:])
+        self.forward_start = time.perf_counter()
+
+    def after(self, *_):
+        self.forward_seconds.append(time.perf_counter() - self.forward_start)
 
     def put(self, value):
-        now, self.calls = time.perf_counter(), self.calls + 1
-        if self.calls == 2:  # the first call brings the prompt
+        now = time.perf_counter()
+        self.puts.append(value.flatten().tolist())
+        if len(self.puts) == 2:  # the first ones are the prompt
             self.first = now
-        if self.calls > 1 and self.show is not None:
+        if len(self.puts) > 1 and self.show is not None:
             self.show.put(value)
             self.shown += time.perf_counter() - now
 
     def end(self):
-        self.seconds = time.perf_counter() - self.first - self.shown
+        self.prefill_seconds = self.first - self.start
+        # Where nothing followed the first tokens, there was no decoding to clock.
+        self.decode_seconds = time.perf_counter() - self.first - self.shown if len(self.puts) > 2 else 0.0
+        self.memory = peak_memory(self.target.device)
         if self.show is not None:
             self.show.end()
 
+    def rounds(self) -> DecodingStats:
+        """What happened in a call without a drafter, where each forward puts what it emits at once."""
+        stats = DecodingStats()
+        for drafts, emitted, seconds in list(zip(self.drafts, self.puts[1:], self.forward_seconds))[1:]:
+            drafts = drafts.tolist()
+            same = [draft == token for draft, token in zip(drafts, emitted)]
+            stats.record(DraftTree.chain(drafts), [*same, False].index(False), len(emitted), 0.0, seconds)
+        return stats
 
-def answer_both_ways(
-    target, drafter, input_ids, depth, seed, plain_first, show=None, prepacked=None, shape=None, **options
-):
-    """Answer `input_ids` (list[int]) plainly and with drafts `depth` deep; `show` gets the drafted text.
 
-    `shape` has further arguments of the drafted way. With the [`Prepacked`] of the target, also plainly with stock layers. Returns a dict: `prompt_tokens`, the new
-    tokens (list[int]) `plain`, `drafted` and perhaps `stock`, their `_seconds`, and `stats`.
+def answer(target, way: Way, input_ids: list[int], seed: int, prepacked=None, show=None, **options) -> dict:
+    """Answer `input_ids` in one way; `show` gets the text, and the way `stock` needs the [`Prepacked`] of the target.
+
+    Returns the new `tokens` (list[int]), how many of them were `decoded` after the first came, `prefill_seconds` and
+    `decode_seconds`, `memory` (bytes) and the `stats` of the rounds.
     """
     prompt = torch.tensor([input_ids], device=target.device)
-    options |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True}
-    drafting, run = {"assistant_model": drafter, "num_assistant_tokens": depth}, {"prompt_tokens": len(input_ids)}
-    drafting |= shape or {}
-    ways = WAYS if prepacked else WAYS[1:]
-    for way in ways if plain_first else reversed(ways):
-        watch = Stopwatch(show if way == "drafted" else None)
-        torch.manual_seed(seed)
-        with prepacked.paused() if way == "stock" else nullcontext():
-            output = target.generate(prompt, streamer=watch, **options, **(drafting if way == "drafted" else {}))
-        tokens, stats = output.sequences[0, len(input_ids) :].tolist(), output.get("stats", run.get("stats"))
-        run |= {way: tokens, f"{way}_seconds": watch.seconds, "stats": stats}
-    return run
+    options |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True} | way.options
+    torch.manual_seed(seed)
+    with prepacked.paused() if way.name == "stock" else nullcontext(), Watch(target, show) as watch:
+        output = target.generate(prompt, streamer=watch, **options)
+    tokens = output.sequences[0, len(input_ids) :].tolist()
+    run = {"tokens": tokens, "decoded": len(tokens) - len(watch.puts[1]), "memory": watch.memory}
+    run |= {"prefill_seconds": watch.prefill_seconds, "decode_seconds": watch.decode_seconds}
+    return run | {"stats": output.stats if way.drafter is not None else watch.rounds()}
 
 
 def parting(target, input_ids: list[int], plain: list[int], drafted: list[int]) -> dict:
@@ -164,228 +244,133 @@ def parting(target, input_ids: list[int], plain: list[int], drafted: list[int]) 
     return {"position": position, "gap": gap if gap < math.inf else None, "near_tie": gap <= NEAR_TIE * unit}
 
 
-def ratio(numerator: float | None, denominator: float | None) -> float | None:
-    return None if numerator is None or not denominator else numerator / denominator
-
-
-def summarize(runs: list[dict], depth: int) -> dict:
-    """Sums over runs and the ratios of these sums; a ratio without a denominator is None.
-
-    `stock_ms`, `plain_ms`, `drafted_ms` are milliseconds per token, the other `_ms` per round, and `_share` their part
-    of it; `drafting_` is of the rounds that drafted alone, which with `auto` are not all. Where plain decoding with stock layers was measured, `same_as_stock` counts its answers that equal `plain`.
-    `joint[d]` is the share of the draft tokens at depth d that were kept; `conditional[d]` is their share among those
-    judged: all before them were kept and no stop came first.
-    """
-    total = {"answers": len(runs), "prompt_tokens": sum(run["prompt_tokens"] for run in runs)}
-    stats = sum((run["stats"] for run in runs), DecodingStats())
-    ways = [way for way in WAYS if way in runs[0]]
+def compared(target, ways: list[Way], input_ids: list[int], answers: dict[str, dict], sampled: bool) -> dict:
+    """The answers by way with `identical`, whether the tokens are plain's (None where other draws say nothing of it), and
+    the [`parting`] of greedy drafted ones that are not."""
+    plain = answers["plain"]["tokens"]
     for way in ways:
-        tokens, seconds = sum(len(run[way]) for run in runs), sum(run[f"{way}_seconds"] for run in runs)
-        # The first token of an answer comes from the prefill, before the clock starts.
-        milliseconds = ratio(1000 * seconds, tokens - len(runs))
-        total |= {f"{way}_tokens": tokens, f"{way}_seconds": seconds, f"{way}_ms": milliseconds}
-        total[f"{way}_tokens_per_second"] = ratio(1000, milliseconds)
-    rounds, emitted = len(stats.emitted), sum(stats.emitted)
-    spent = {"draft": stats.draft_seconds, "verify": stats.verify_seconds}
-    spent["host"] = total["drafted_seconds"] - sum(spent.values())
-    counts = [stats.depth_counts(d) for d in range(depth)]
-    total |= {name: ratio(total[f"{way}_ms"], total["drafted_ms"]) for name, way in SPEED_UPS.items() if way in ways}
-    total |= {"rounds": rounds, "emitted": emitted, "tau": ratio(emitted, rounds)}
-    total["joint"] = [ratio(*count) for count in counts]
-    total["conditional"] = [ratio(kept, stats.judged(d)) for d, (kept, _) in enumerate(counts)]
-    total["forwards_saved"] = total["plain_tokens"] - len(runs) - rounds
-    total |= {f"{name}_ms": ratio(1000 * seconds, rounds) for name, seconds in spent.items()}
-    total |= {f"{name}_share": ratio(seconds, total["drafted_seconds"]) for name, seconds in spent.items()}
-    total["round_ms"] = ratio(1000 * total["drafted_seconds"], rounds)
-    total["break_even_tau"] = ratio(total["round_ms"], total["plain_ms"])
-    total |= drafting_rounds(stats, total)
-    if "stock" in ways:
-        total["same_as_stock"] = sum(run["stock"] == run["plain"] for run in runs)
-    return total | {"identical": all(run["plain"] == run["drafted"] for run in runs)}
-
-
-def drafting_rounds(stats: DecodingStats, total: dict) -> dict:
-    """What the rounds that drafted gave and took; what is neither forward takes as long as in the other rounds."""
-    times = zip(stats.nodes, stats.emitted, stats.draft_times, stats.verify_times)
-    rounds = [row for row in times if row[0] or row[2]]
-    _, emitted, draft, verify = map(sum, zip(*rounds)) if rounds else (0, 0, 0, 0)
-    part = {"drafting_rounds": len(rounds), "drafting_tau": ratio(emitted, len(rounds))}
-    for name, seconds in (("draft", draft), ("verify", verify)):
-        part[f"drafting_{name}_ms"] = ratio(1000 * seconds, len(rounds))
-    needed = sum(part[f"drafting_{name}_ms"] for name in ("draft", "verify")) + total["host_ms"] if rounds else None
-    return part | {"drafting_break_even_tau": ratio(needed, total["plain_ms"])}
-
-
-def bootstrap(rows: list[dict], samples: int = 2000) -> dict:
-    """95% intervals `[low, high]` of the total `tau` and speed-ups, drawing whole prompts with replacement."""
-    rows = [row for row in rows if row["rounds"]]
-    ways = [way for way in WAYS if f"{way}_tokens" in rows[0]]
-    names = ["answers", "emitted", "rounds", *(f"{way}_{unit}" for way in ways for unit in ("tokens", "seconds"))]
-    picks = np.random.default_rng(0).integers(len(rows), size=(samples, len(rows)))
-    sums = {name: np.array([row[name] for row in rows])[picks].sum(axis=1) for name in names}
-    pace = {way: sums[f"{way}_seconds"] / (sums[f"{way}_tokens"] - sums["answers"]) for way in ways}
-    draws = {name: pace[way] / pace["drafted"] for name, way in SPEED_UPS.items() if way in ways}
-    draws["tau"] = sums["emitted"] / sums["rounds"]
-    return {name: np.quantile(values, [0.025, 0.975]).tolist() for name, values in draws.items()}
+        run = answers[way.name]
+        run["identical"] = run["tokens"] == plain if way.same_draws or not sampled else None
+        if run["identical"] is False and way.drafter is not None and not sampled:
+            run["parting"] = parting(target, input_ids, plain, run["tokens"])
+    return answers
 
 
 @torch.no_grad()
-def time_calls(target, drafter, input_ids, depth) -> dict:
-    """Median milliseconds of single calls, in turn, with 200 tokens cached: `one_slot_ms` and `slots_ms` for drafting
-    1 and `depth` tokens, `step_ms` for a target forward of one; and the ratios of the second to the other two."""
-    tokens = torch.tensor(input_ids, device=target.device).repeat(202)[:202]
-    unread, features = tokens.to(drafter.device), torch.ones(1, 200, drafter.config.num_features)
-    table = target.get_input_embeddings().weight.to(drafter.device)
-    target_cache, cache = target(tokens[None, :200], use_cache=True).cache, DynamicCache()
-    drafter.draft(unread[:201], features, 1, cache, table)
+def plain_steps(target, input_ids: list[int]):
+    """A function that takes one plain step of the target with the same tokens cached each time, and returns its seconds."""
+    tokens = torch.tensor(input_ids, device=target.device).repeat(READ + 1)[None, : READ + 1]
+    cache = DynamicCache(config=target.config)
+    target(tokens[:, :-1], cache=cache, use_cache=True)
+    cache.activate_past_recording()
 
-    def draft(count):
-        logits = drafter.draft(unread[200:], features[:, :1], count, cache, table)
-        cache.crop(-1)
-        return logits
-
-    calls = (lambda: draft(1), lambda: draft(depth), lambda: target(tokens[None, -1:], cache=target_cache).logits)
-    times = np.empty((20, len(calls)))
-    for i, j in np.ndindex(times.shape):
+    @torch.no_grad()
+    def step() -> float:
         start = time.perf_counter()
-        calls[j]().argmax(dim=-1).tolist()  # as in decoding, this waits for the result
-        times[i, j] = 1000 * (time.perf_counter() - start)
-    one, slots, step = np.median(times, axis=0).tolist()
-    times = {"one_slot_ms": one, "slots_ms": slots, "step_ms": step}
-    return times | {"slots_ratio": slots / one, "step_ratio": slots / step}
+        # As in decoding, this waits for the result.
+        target(tokens[:, -1:], cache=cache, use_cache=True).logits[0, -1].argmax().item()
+        seconds = time.perf_counter() - start
+        cache.crop(-1)
+        return seconds
+
+    return step
 
 
-def evaluate(target, tokenizer, drafter, prompts: list[dict], args: EvaluationArguments | None = None) -> dict:
-    """Answer the `prompts` of `read_prompts` plainly and drafted. The paths in `args` are not read here.
+def evaluate(
+    target, tokenizer, drafter, prompts: list[dict], args: EvaluationArguments | None = None, sequential=None
+) -> dict:
+    """Answer the `prompts` of `read_prompts` in the ways of `args`, whose paths are not read here; `sequential` is the drafter
+    of the way of that name.
 
-    Returns numbers and strings only: `settings`, `environment`, `prompts` and `categories` (a [`summarize`] each), and
-    `total`, which has `intervals` from [`bootstrap`] and the numbers of [`time_calls`] as well.
+    Returns numbers and strings only: `settings`, `environment`, `overlap` (None, for the caller to fill), `ways` (see
+    [`summarize_ways`]), and `promise_broken`, whether a greedy answer with drafts was another than the plain one and rounding
+    does not explain it.
     """
     args, runs = args or EvaluationArguments(), []
-    config, auto = drafter.config, args.draft_tree == "auto"
-    depth = args.speculation_depth or (config.num_depths if auto else config.speculation_depth)
-    used = {"drafter": drafter.name_or_path, "target": target.name_or_path, "prompts": args.prompts}
-    # What lies in this repository is named from its root: reports are shared, the machine's folders are not.
-    used = {key: name.replace(f"{ROOT}/", "") if name != str(ROOT) else "." for key, name in used.items()}
-    used["speculation_depth"] = depth
-    sampling = {"temperature": args.temperature, "top_k": 0, "top_p": 1.0} if args.temperature else {}
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": bool(sampling)} | sampling
-    options["shape"] = {"draft_tree": args.draft_tree, "prompt_lookup_num_tokens": args.prompt_lookup}
-    machine = environment(target)
-    if machine["load_warning"]:
-        print(machine["load_warning"])
+    drafters = [drafter] if sequential is None else [drafter, sequential]
+    machine, disturbance, sampled = environment(target), Disturbance(), bool(args.temperature)
     usual = machine["dtype"] == "float32" and target.device.type == "cpu" and torch.backends.mkldnn.is_available()
-    used["prepack"] = usual if args.prepack is None else args.prepack
+    packing = usual if args.prepack is None else args.prepack
+    ways = [Way.named(name, args, drafter, sequential) for name in args.ways if packing or name != "stock"]
+    used = {"drafter": drafter.name_or_path, "target": target.name_or_path}
+    used |= {"sequential_drafter": sequential.name_or_path} if sequential is not None else {}
+    used |= {"ways": [way.name for way in ways], "prepack": packing}
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": sampled}
+    options |= {"temperature": args.temperature, "top_k": 0, "top_p": 1.0} if sampled else {}
+    for reason in disturbance.reasons():
+        print(f"WARNING: {reason}; the times will not be trusted.")
+    shown = next((way for way in reversed(ways) if way.drafter is not None), None)
     with ExitStack() as stack:
-        stack.enter_context(drafter.attach(target, tokenizer))
-        prepacked = [stack.push(prepack(model)) for model in (target, drafter)] if used["prepack"] else []
+        for model in drafters:
+            stack.enter_context(model.attach(target, tokenizer))
+        prepacked = [stack.push(prepack(model)) for model in (target, *drafters)] if packing else []
+        options["prepacked"] = prepacked[0] if packing else None
         machine["prepacked_bytes"] = sum(each.bytes for each in prepacked)
-        options["prepacked"] = prepacked[0] if prepacked else None
-        # Warm up.
-        answer_both_ways(target, drafter, prompts[0]["input_ids"], depth, 0, True, **options | {"max_new_tokens": 16})
+        for way in ways:  # warm up
+            short = options | {"max_new_tokens": min(args.max_new_tokens, 16)}
+            answer(target, way, prompts[0]["input_ids"], 0, **short)
+        step, steps = plain_steps(target, prompts[0]["input_ids"]), []
         try:
             for i, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=not args.quiet)):
+                ids, turns = prompt["input_ids"], range(i * args.repeats, (i + 1) * args.repeats)
                 if not args.quiet:
-                    print(
-                        f"\n[{i + 1}/{len(prompts)}] {prompt['id']}\n{tokenizer.decode(prompt['input_ids'])[-SHOWN:]}"
-                    )
-                for repeat in range(args.repeats):
-                    show = (
-                        TextStreamer(tokenizer, skip_special_tokens=True) if repeat == 0 and not args.quiet else None
-                    )
-                    order = {"seed": args.seed + repeat, "plain_first": (i + repeat) % 2 == 0, "show": show}
-                    run = answer_both_ways(target, drafter, prompt["input_ids"], depth, **order, **options)
-                    runs.append(run | {"prompt": i, "category": prompt["category"]})
-                    if run["plain"] != run["drafted"] and not args.temperature:
-                        runs[-1]["parting"] = parting(target, prompt["input_ids"], run["plain"], run["drafted"])
+                    print(f"\n[{i + 1}/{len(prompts)}] {prompt['id']}\n{tokenizer.decode(ids)[-SHOWN:]}")
+                steps += [step() for _ in range(STEPS)]
+                for repeat, turn in enumerate(turns):
+                    text = None if args.quiet or repeat else TextStreamer(tokenizer, skip_special_tokens=True)
+                    answers = {
+                        way.name: answer(
+                            target, way, ids, args.seed + repeat, show=text if way is shown else None, **options
+                        )
+                        for way in in_turn(ways, turn)
+                    }
+                    runs.append({"prompt": i, "answers": compared(target, ways, ids, answers, sampled)})
         except KeyboardInterrupt:
             if not runs:
                 raise
             prompts = prompts[: runs[-1]["prompt"] + 1]
             print(f"\nInterrupted: the report covers the first {len(prompts)} prompts.")
-        calls = time_calls(target, drafter, prompts[0]["input_ids"], depth)
-        machine["costs"] = asdict(costs_of(target, drafter)) if auto else None
-
-    def part(key, value):
-        return summarize([run for run in runs if run[key] == value], depth)
-
-    rows = [{"id": p["id"], "category": p["category"]} | part("prompt", i) for i, p in enumerate(prompts)]
-    for i, row in enumerate(rows):
-        row["partings"] = [run["parting"] for run in runs if run["prompt"] == i and "parting" in run]
-    categories = {name: part("category", name) for name in dict.fromkeys(row["category"] for row in rows)}
-    total = summarize(runs, depth) | calls
-    total["intervals"] = bootstrap(rows) if total["rounds"] else None
+        machine |= disturbance.report(steps)
+        sized = any(way.options.get("draft_tree") == "auto" for way in ways)
+        machine["costs"] = asdict(costs_of(target, drafter)) if sized else None
+    report = {"settings": asdict(args) | used, "environment": machine, "overlap": None}
+    report["ways"] = summarize_ways(ways, runs, prompts)
     # Elsewhere than in greedy float32, rounding may decide a near tie differently.
-    near = machine["dtype"] != "float32" and all(parting["near_tie"] for row in rows for parting in row["partings"])
-    broken = not (total["identical"] or args.temperature or near)
-    report = {"settings": asdict(args) | used, "environment": machine, "prompts": rows, "categories": categories}
-    return report | {"total": total, "promise_broken": broken}
+    partings = [one for way in report["ways"].values() for row in way["prompts"] for one in row["partings"]]
+    broken = any(machine["dtype"] == "float32" or not one["near_tie"] for one in partings)
+    return without_folders(report | {"promise_broken": broken})
 
 
-def print_table(report: dict):
-    """Print what [`evaluate`] returned. Counts are sums over the repeats; `saved` are forwards of the target."""
-    total, machine, settings = report["total"], report["environment"], report["settings"]
-    prepacked = settings["prepack"]
-    # A sampled chain has draws of its own, which say nothing of the plain ones.
-    drawn = settings["temperature"] and settings["draft_tree"] is None and not settings["prompt_lookup"]
-
-    def cells(row):
-        texts = {key: "-" if v is None else f"{v:.2f}" if isinstance(v, float) else v for key, v in row.items()}
-        for key in ("joint", "conditional"):
-            texts[key] = "".join(f"{'-' if share is None else f'{share:.0%}':>5}" for share in row[key])
-        texts["stock"] = f"{texts['stock_tokens_per_second']:>8}" if prepacked else ""
-        return texts | {"identical": "-" if drawn else "yes" if row["identical"] else "NO"}
-
-    print(HEADING.format(name="", stock=" stock/s" if prepacked else ""))
-    rows = [(row["id"], row) for row in report["prompts"]]
-    rows += [(f"all {name}", row) for name, row in report["categories"].items()]
-    for name, row in [*rows, ("total", total)]:
-        print(ROW.format(name=name, **cells(row)))
-    if total["speed_up"] is not None:
-        (low, high), (least, most) = (total["intervals"][name] for name in ("speed_up", "tau"))
-        words = {key: cells(total)[key] for key in ("joint", "conditional")}
-        words["verdict"] = "faster than" if low > 1 else "slower than" if high < 1 else "no clear difference from"
-        if len(report["prompts"]) < FEW:  # the interval is over prompts
-            words["verdict"] = "too few prompts to compare with"
-        # A GPU works on after the call that starts a forward, and the wait for its result falls outside.
-        words["rest"] = "Python and waiting for the GPU" if machine["gpu"] else "Python"
-        words |= {"prepacked": "prepacked " if prepacked else "", "depth": len(total["joint"]), "inequality": ""}
-        if total["drafting_rounds"]:
-            words["sign"] = ">" if total["drafting_tau"] > total["drafting_break_even_tau"] else "<="
-            words["inequality"] = INEQUALITY.format(**total | words)
-        print(SUMMARY.format(low=low, high=high, least=least, most=most, **total | words))
-        if prepacked:
-            low, high = total["intervals"]["speed_up_over_stock"]
-            print(STOCK.format(low=low, high=high, megabytes=machine["prepacked_bytes"] / 1e6, **total))
-    if machine["load_warning"]:
-        print(machine["load_warning"])
-    if drawn:
-        print("A sampled chain has the law of plain sampling, but other draws: the answers are not compared.")
-    elif not total["identical"]:
-        names = ", ".join(row["id"] for row in report["prompts"] if not row["identical"])
-        cause = "THIS IS A BUG." if report["promise_broken"] else "Rounding may do that, but not in greedy float32."
-        print(f"!!! DRAFTED AND PLAIN ANSWERS DIFFER for {names}. {cause}")
-        for row in report["prompts"]:
-            for parting in row["partings"]:
-                print(PARTING[parting["near_tie"]].format(name=row["id"], **parting))
+def without_folders(report):
+    """What lies in this repository is named from its root: reports are shared, the machine's folders are not."""
+    text = json.dumps(report).replace(f"{ROOT}/", "")
+    return json.loads(re.sub(rf"{re.escape(str(ROOT))}(?![\w.-])", ".", text))
 
 
 def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     (args,) = HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses(argv)
-    asked = args.held_out_file or args.prompts
-    if not (asked.startswith("hf://") or Path(asked).is_file()):
-        raise FileNotFoundError(f"There is no file {asked}: name prompts in JSON Lines.")
+    # What cannot be read or written should fail before the measurement.
+    next(iter(read_rows(args.held_out_file or args.prompts)), None)
     if args.output:
-        Path(args.output).touch()  # what cannot be written should fail before the measurement
+        Path(args.output).touch()
+    if args.plots:
+        Path(args.plots).mkdir(parents=True, exist_ok=True)
     drafter = load_drafter(args.drafter)
+    sequential = load_drafter(args.sequential_drafter) if args.sequential_drafter else None
     target, tokenizer = load_target(args.target, dtype=args.dtype)
     prompts = load_prompts(
         args.prompts, args.held_out_file, tokenizer, target, args.num_prompts, args.per_category, args.eval_fraction
     )
-    report = evaluate(target, tokenizer, drafter, prompts, args)
+    shared = overlap(prompts, args.trained_on, args.eval_fraction) if args.trained_on else None
+    report = evaluate(target, tokenizer, drafter, prompts, args, sequential)
+    report["settings"]["command"] = without_folders(shlex.join(["python", "evaluate_peagle.py", *argv]))
+    report["overlap"] = without_folders(shared)
     print_table(report)
     if args.output:
         Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
+    if args.plots:
+        plot(report, Path(args.plots))
     return int(report["promise_broken"])
 
 

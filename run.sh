@@ -21,7 +21,7 @@ fi
 
 case "${1:-demo}" in
     test) exec "$python" -m pytest "${@:2}" ;;
-    demo) exec "$python" evaluate_peagle.py "${@:2}" ;;
-    -*) exec "$python" evaluate_peagle.py "$@" ;;
+    demo) exec "$python" evaluate_peagle.py --ways stock plain auto "${@:2}" ;;
+    -*) exec "$python" evaluate_peagle.py --ways stock plain auto "$@" ;;
     *) echo "usage: bash run.sh [demo|test] [arguments]" >&2; exit 2 ;;
 esac

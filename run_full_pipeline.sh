@@ -31,4 +31,5 @@ accelerate launch train_peagle.py --feature_dir "$work/features" ${target:+--tar
 
 echo "== 5/5 evaluation"
 python evaluate_peagle.py --drafter "$work/drafter" ${target:+--target "$target"} --per_category 1 \
-    --max_new_tokens 32 --quiet true --output "$work/report.json"
+    --ways stock plain chain auto --max_new_tokens 32 --quiet true --trained_on "$work/chats.jsonl" --eval_fraction 0.1 \
+    --output "$work/report.json" --plots "$work/plots"

@@ -1,4 +1,4 @@
-# ruff: noqa: F401, F811 (fixtures that are imported)
+# ruff: noqa: F811 (fixtures that are imported)
 """The benchmark notices a wrong answer, says so plainly, and its command writes everything down."""
 
 import copy
@@ -6,76 +6,77 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections import Counter
-from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
-from test_evaluate import QUIET, drafter, prompts, report, target, tokenizer, write, wrong_accept
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import nn
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from test_evaluate import (  # noqa: F401
+    CHAIN,
+    QUIET,
+    TREE,
+    drafter,
+    drafters,
+    prompts,
+    target,
+    tokenizer,
+    write,
+    wrong_accept,
+)
 
 import decoding_peagle
 import evaluate_peagle
-from configuration_peagle import PEagleConfig
-from decoding_peagle import DecodingStats
-from evaluate_peagle import (
-    EvaluationArguments,
-    Stopwatch,
-    answer_both_ways,
-    bootstrap,
-    evaluate,
-    print_table,
-    summarize,
-    time_calls,
-)
-from modeling_peagle import PEagleModel
-from prepack_peagle import prepack
+from evaluate_peagle import EvaluationArguments, answer, evaluate
+from report_peagle import print_table
 
 
-@pytest.mark.parametrize("changes, broken", [({}, True), ({"temperature": 0.5, "draft_tree": 4}, False)])
-def test_wrong_answers_are_noticed(target, tokenizer, drafter, prompts, monkeypatch, capsys, changes, broken):
+@pytest.mark.parametrize("ways, temperature, broken", [(CHAIN, 0.0, True), (TREE, 0.5, False)])
+def test_wrong_answers_are_noticed(
+    target, tokenizer, drafter, prompts, monkeypatch, capsys, ways, temperature, broken
+):
     monkeypatch.setattr(decoding_peagle.Continuation, "accept", wrong_accept)
-    report = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(**QUIET, **changes))
-    assert not report["total"]["identical"] and not report["prompts"][0]["identical"]
+    args = EvaluationArguments(ways=ways, temperature=temperature, **QUIET)
+    report = evaluate(target, tokenizer, drafter, prompts[:2], args)
+    assert [row["identical"] for row in report["ways"][ways[1]]["prompts"]] == [0, 0]
     assert report["promise_broken"] is broken
     print_table(report)
     out = capsys.readouterr().out
-    assert "!!! DRAFTED AND PLAIN ANSWERS DIFFER for p0, p1." in out and ("THIS IS A BUG" in out) is broken
+    assert f"!!! {ways[1]}: DRAFTED AND PLAIN ANSWERS DIFFER for p0, p1." in out and ("THIS IS A BUG" in out) is broken
 
 
-def test_one_wrong_token_in_one_answer_is_enough(target, tokenizer, drafter, prompts, monkeypatch):
-    def corrupt_last(*args, **options):
-        run = answer_both_ways(*args, **options)
-        if args[2] == prompts[3]["input_ids"]:
-            run["drafted"][-1] += 1
+def test_one_wrong_token_in_one_answer_of_one_way_is_enough(target, tokenizer, drafter, prompts, monkeypatch, capsys):
+    def corrupt_last(target, way, ids, *args, **options):
+        run = answer(target, way, ids, *args, **options)
+        if way.name == "tree:4" and ids == prompts[3]["input_ids"]:
+            run["tokens"][-1] += 1
         return run
 
-    monkeypatch.setattr(evaluate_peagle, "answer_both_ways", corrupt_last)
-    report = evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(**QUIET))
-    assert [row["identical"] for row in report["prompts"]] == [True, True, True, False]
-    assert report["promise_broken"] and not report["total"]["identical"]
-    assert report["categories"]["a"]["identical"] and not report["categories"]["b"]["identical"]
+    monkeypatch.setattr(evaluate_peagle, "answer", corrupt_last)
+    report = evaluate(target, tokenizer, drafter, prompts, EvaluationArguments(ways=[*CHAIN, "tree:4"], **QUIET))
+    assert [row["identical"] for row in report["ways"]["tree:4"]["prompts"]] == [1, 1, 1, 0]
+    assert report["promise_broken"] and report["ways"]["tree:4"]["total"]["identical"] == 0.75
+    assert report["ways"]["chain"]["total"]["identical"] == 1
+    assert [row["identical"] for row in report["ways"]["tree:4"]["categories"].values()] == [1, 0.5]
+    print_table(report)
+    out = capsys.readouterr().out
+    assert "!!! tree:4: DRAFTED AND PLAIN ANSWERS DIFFER for p3. THIS IS A BUG." in out and "!!! chain" not in out
 
 
 def test_drafts_may_be_sized_by_cost(target, tokenizer, drafter, prompts, capsys):
-    report = evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(draft_tree="auto", **QUIET))
-    total = report["total"]
-    assert total["identical"] and report["environment"]["costs"]["rows"][0] == 1
-    assert total["emitted"] + total["answers"] == total["drafted_tokens"] and len(total["joint"]) == 4
+    args = EvaluationArguments(ways=["plain", "auto+lookup:3"], **QUIET)
+    report = evaluate(target, tokenizer, drafter, prompts[:2], args)
+    total = report["ways"]["auto+lookup:3"]["total"]
+    assert total["identical"] == 1 and report["environment"]["costs"]["rows"][0] == 1 and len(total["joint"]) == 4
     assert 0 < total["drafting_rounds"] <= total["rounds"]
     print_table(report)
-    out = capsys.readouterr().out
-    parts = [total[f"drafting_{name}_ms"] for name in ("verify", "draft")] + [total["host_ms"]]
-    assert f"in the {total['drafting_rounds']} of {total['rounds']} rounds that drafted: tau" in out
-    assert "{:.1f} verification + {:.1f} drafter + {:.1f} Python".format(*parts) in out
-    assert f") / {total['plain_ms']:.1f} ms of a plain token" in out
-    with pytest.raises(ValueError, match="--draft_tree is 'wide'"):
-        EvaluationArguments(draft_tree="wide")
-    assert EvaluationArguments(draft_tree="12").draft_tree == 12
+    out, pays = capsys.readouterr().out, total["break_even"]
+    assert pays["needed_tau"] == pytest.approx(
+        sum(pays[f"{part}_ms"] for part in ("verify", "draft", "host")) / pays["plain_ms"]
+    )
+    assert "auto+lookup:3 K=4 N=auto lookup=3" in out
+    assert (
+        f" {pays['needed_tau']:.2f} = ({pays['verify_ms']:.1f} + {pays['draft_ms']:.1f} + {pays['host_ms']:.1f})"
+        in out
+    )
+    assert f" in {total['drafting_rounds']} of {total['rounds']}\n" in out
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -84,18 +85,16 @@ def test_a_wrong_answer_is_no_rounding_in_half_precision_either(
 ):
     monkeypatch.setattr(decoding_peagle.Continuation, "accept", wrong_accept)
     low = copy.deepcopy(target).to(dtype)
-    report = evaluate(low, tokenizer, drafter, prompts[:1], EvaluationArguments(**QUIET))
+    report = evaluate(low, tokenizer, drafter, prompts[:1], EvaluationArguments(ways=CHAIN, **QUIET))
     assert report["environment"]["dtype"] == str(dtype).removeprefix("torch.")
-    assert not report["total"]["identical"] and report["promise_broken"]
-    (parting,) = report["prompts"][0]["partings"]
+    (row,) = report["ways"]["chain"]["prompts"]
+    assert row["identical"] == 0 and report["promise_broken"]
+    (parting,) = row["partings"]
     assert parting["position"] == 0 and parting["gap"] > 0.1 and not parting["near_tie"]
     print_table(report)
     out = capsys.readouterr().out
-    assert (
-        "THIS IS A BUG" in out
-        and f"p0: they part at new token 0 (from 0), NO near tie: the target's scores of the two are {parting['gap']} apart"
-        in out
-    )
+    words = f"p0: they part at new token 0 (from 0), NO near tie: the target's scores of the two are {parting['gap']} apart"
+    assert "THIS IS A BUG" in out and words in out
 
 
 def test_rounding_at_a_near_tie_is_no_broken_promise(target, tokenizer, drafter, prompts, monkeypatch, capsys):
@@ -110,41 +109,21 @@ def test_rounding_at_a_near_tie_is_no_broken_promise(target, tokenizer, drafter,
         return honest(self, logits, drafts)
 
     monkeypatch.setattr(decoding_peagle.Continuation, "accept", rounded)
-    report = evaluate(low, tokenizer, drafter, prompts, EvaluationArguments(**QUIET))
-    assert not report["total"]["identical"] and not report["promise_broken"]
-    partings = [parting for row in report["prompts"] for parting in row["partings"]]
-    assert len(partings) == sum(not row["identical"] for row in report["prompts"])
+    args = EvaluationArguments(ways=CHAIN, **QUIET | {"max_new_tokens": 20})
+    report = evaluate(low, tokenizer, drafter, prompts, args)
+    rows = report["ways"]["chain"]["prompts"]
+    assert report["ways"]["chain"]["total"]["identical"] < 1 and not report["promise_broken"]
+    partings = [parting for row in rows for parting in row["partings"]]
+    assert len(partings) == sum(row["identical"] == 0 for row in rows)
     assert all(parting["near_tie"] and 0 <= parting["gap"] < 0.2 for parting in partings)
     print_table(report)
     out = capsys.readouterr().out
-    assert "Rounding may do that" in out and out.count("a near tie: the target's scores of the two are") == len(
-        partings
-    )
+    words = "a near tie: the target's scores of the two are"
+    assert "Rounding may do that" in out and out.count(words) == len(partings)
 
 
 def test_an_answer_that_just_ends_is_explained_by_no_tie(target):
     assert evaluate_peagle.parting(target, [1, 2], [3, 4], [3]) == {"position": 1, "gap": None, "near_tie": False}
-
-
-@pytest.mark.parametrize(
-    "speeds, words", [((0.8, 0.9), "slower than"), ((1.1, 1.3), "faster"), ((0.9, 1.1), "no clear")]
-)
-def test_the_verdict_is_plain(report, capsys, speeds, words):
-    intervals = report["total"]["intervals"] | {"tau": [1.2, 1.6], "speed_up": list(speeds)}
-    total = report["total"] | {"speed_up": sum(speeds) / 2, "intervals": intervals}
-    print_table(report | {"total": total})
-    out = capsys.readouterr().out
-    assert f"\n{sum(speeds) / 2:.2f}x: {words}" in out and "plain decoding on this machine" in out
-    for name in ("p0", "p3", "all a", "all b", "total"):
-        assert f"\n{name} " in out
-    assert (
-        f"one drafter forward: {total['slots_ms']:.1f} ms for 4 slots, {total['slots_ratio']:.2f}x of one slot" in out
-    )
-    assert f"{total['speed_up_over_stock']:.2f}x over stock plain decoding" in out and "prepacked plain" in out
-    assert (
-        f"tau {report['total']['tau']:.2f} (1.20 to 1.60); drafting pays above tau {total['break_even_tau']:.2f}"
-        in out
-    )
 
 
 def test_the_command_notices_from_any_folder(tmp_path, target, tokenizer, drafter):
@@ -158,46 +137,74 @@ def test_the_command_notices_from_any_folder(tmp_path, target, tokenizer, drafte
             "Continuation.accept = lambda self, logits, drafts: honest_accept(self, logits.roll(1, dims=-1), drafts)\n"
         )
     write(tmp_path, {"prompt": "Hello"}, {"prompt": "Bye", "category": "end", "id": 7})
-    command = [sys.executable, evaluate_peagle.__file__, "--target", "target", "--drafter", "drafter"]
+    command = [
+        sys.executable,
+        evaluate_peagle.__file__,
+        "--target",
+        "target",
+        "--drafter",
+        "drafter",
+        "--ways",
+        *CHAIN,
+    ]
     command += ["--prompts", "prompts.jsonl", "--max_new_tokens", "12", "--output", "results.json"]
     settings = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=settings, capture_output=True, text=True)
     assert done.returncode == 1, done.stderr
-    assert "[1/2] line 1" in done.stdout and "plain decoding on this machine" in done.stdout
-    assert "!!! DRAFTED AND PLAIN ANSWERS DIFFER for line 1, 7. THIS IS A BUG." in done.stdout
+    assert "[1/2] line 1" in done.stdout and "of prepacked plain decoding" in done.stdout
+    assert "!!! chain: DRAFTED AND PLAIN ANSWERS DIFFER for line 1, 7. THIS IS A BUG." in done.stdout
     report = json.loads((tmp_path / "results.json").read_text())
     assert report["promise_broken"] and report["environment"]["threads"] == 1
-    assert [row["category"] for row in report["prompts"]] == ["none", "end"]
+    assert [row["category"] for row in report["ways"]["chain"]["prompts"]] == ["none", "end"]
+    assert report["ways"]["chain"]["drafter"] == "drafter"
 
 
-def test_the_command_writes_everything_down(tmp_path, target, tokenizer, drafter, monkeypatch, capsys):
+def test_the_command_writes_everything_down(tmp_path, target, tokenizer, drafters, monkeypatch, capsys):
     monkeypatch.setattr(evaluate_peagle, "load_target", lambda name, dtype: (target, tokenizer))
-    monkeypatch.setattr(evaluate_peagle, "load_drafter", lambda name: drafter)
+    monkeypatch.setattr(evaluate_peagle, "load_drafter", lambda name: drafters[name == "owner/other"])
     path, output = write(tmp_path, {"prompt": "Hello"}, {"prompt": "Bye"}), tmp_path / "results.json"
-    options = ["--max_new_tokens", "12", "--speculation_depth", "2", "--num_prompts", "1", "--output", str(output)]
-    assert evaluate_peagle.main(["--drafter", "owner/name", "--prompts", str(path), *options]) == 0
-    assert "!!!" not in capsys.readouterr().out
+    chats = tmp_path / "chats.jsonl"
+    chat = [{"role": "user", "content": "hello!"}, {"role": "assistant", "content": "Hi."}]
+    chats.write_text(json.dumps({"messages": chat}))
+    command = (
+        f"--drafter owner/name --sequential_drafter owner/other --prompts {path} --max_new_tokens 12 --prepack false"
+    )
+    command += f" --speculation_depth 2 --num_prompts 1 --ways plain chain tree:2 tree:3 sequential --output {output}"
+    command += f" --trained_on {chats} --eval_fraction 0 --plots {tmp_path / 'plots'}"
+    assert evaluate_peagle.main(command.split()) == 0
+    out = capsys.readouterr().out
+    assert "!!!" not in out and "1 of 1 prompts overlap the 1 training conversations." in out
     report = json.loads(output.read_text())
-    assert set(report) == {"settings", "environment", "prompts", "categories", "total", "promise_broken"}
+    assert list(report) == ["settings", "environment", "overlap", "ways", "promise_broken"]
     assert report["settings"].items() >= {"speculation_depth": 2, "max_new_tokens": 12, "prompts": str(path)}.items()
+    assert report["settings"]["command"] == f"python evaluate_peagle.py {command}"
     assert set(report["environment"]) >= {"python", "torch", "transformers", "git", "cpu", "gpu", "threads", "dtype"}
     assert report["environment"]["dtype"] == "float32" and report["environment"]["cpu"]
-    assert set(report["total"]) >= {
-        "speed_up",
-        "tau",
-        "joint",
-        "conditional",
-        "intervals",
-        "break_even_tau",
-        "plain_ms",
+    assert report["overlap"]["prompts"] == ["line 1"] and report["overlap"]["count"] == 1
+    assert list(report["ways"]) == ["plain", "chain", "tree:2", "tree:3", "sequential"]
+    chain = report["ways"]["chain"]
+    assert list(chain) == ["drafter", "depth", "options", "total", "categories", "prompts"]
+    assert set(chain["total"]) >= {"speed_up", "tau", "joint", "conditional", "intervals", "break_even", "round_ms"}
+    assert len(chain["prompts"]) == 1 and len(chain["total"]["joint"]) == 2 and chain["total"]["identical"] == 1
+    assert {file.name for file in (tmp_path / "plots").iterdir()} == {"acceptance.png", "categories.png", "sizes.png"}
+
+
+def test_folders_of_the_machine_are_not_told():
+    root = str(evaluate_peagle.ROOT)
+    told = {"drafter": root, "command": f"x --drafter {root} --output {root}/results/a.json", "other": f"{root}_2"}
+    assert evaluate_peagle.without_folders(told) == {
+        "drafter": ".",
+        "command": "x --drafter . --output results/a.json",
+        "other": f"{root}_2",
     }
-    assert len(report["prompts"]) == 1 and len(report["total"]["joint"]) == 2 and report["total"]["identical"]
 
 
-def test_an_output_that_cannot_be_written_fails_first(tmp_path, monkeypatch):
+@pytest.mark.parametrize("flag", ["--output", "--plots", "--prompts"])
+def test_what_cannot_be_read_or_written_fails_first(tmp_path, monkeypatch, flag):
     monkeypatch.setattr(evaluate_peagle, "load_target", None)
-    with pytest.raises(FileNotFoundError, match="results.json"):
-        evaluate_peagle.main(["--drafter", "owner/name", "--output", str(tmp_path / "absent" / "results.json")])
+    (tmp_path / "absent").touch()
+    with pytest.raises(OSError, match="absent"):
+        evaluate_peagle.main(["--drafter", "owner/name", flag, str(tmp_path / "absent" / "results.json")])
 
 
 def test_a_folder_without_drafter_is_named(tmp_path):

@@ -1,12 +1,19 @@
 # ruff: noqa: F811 (fixtures that are imported)
 """The prompts of a benchmark: shapes of rows, bad rows, selection, and what training held out."""
 
+import json
+
 import pytest
 from test_evaluate import make_tokenizer, target, tokenizer, write  # noqa: F401
 
-from data.prompts import EVAL_FRACTION, held_out_prompts, load_prompts, read_prompts
+from data.conversations import is_eval
+from data.prompts import EVAL_FRACTION, held_out_prompts, load_prompts, overlap, read_prompts
 from data.sequence_packing import pack_file
 from evaluate_peagle import EvaluationArguments
+
+
+def write_to(path, *rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
 
 
 def user(text):
@@ -89,3 +96,54 @@ def test_held_out_prompts_are_those_of_training(tmp_path, tokenizer, target):
         text = tokenizer.decode(prompt["input_ids"])
         assert text.startswith("<|im_start|>user\nQuestion ") and text.endswith("<|im_start|>assistant\n")
         assert text in held_out and text not in trained
+        assert prompt["messages"] == user(text.removeprefix("<|im_start|>user\n").partition("<")[0])
+    assert overlap(prompts, [path], EVAL_FRACTION)["count"] == 0
+    assert overlap(prompts, [path], 0.0)["first_turn"] == [prompt["id"] for prompt in prompts]
+
+
+# ---- what training has seen -----------------------------------------------------------------------------------------
+
+
+def chat(question, answer="Yes.", *before):
+    return {"messages": [*before, *user(question), {"role": "assistant", "content": answer}]}
+
+
+def asked(tmp_path, tokenizer, *questions):
+    return read_prompts(write(tmp_path, *({"prompt": question} for question in questions)), tokenizer)
+
+
+def test_the_same_first_turn_is_found_whatever_its_signs(tmp_path, tokenizer):
+    prompts = asked(tmp_path, tokenizer, "What is  TAU?", "What is tau in Greece?", "And then?")
+    chats = tmp_path / "chats.jsonl"
+    later = chat("Something else", "Well.", *user("First"), {"role": "assistant", "content": "Second"})
+    later["messages"] += [*user("And then?"), {"role": "assistant", "content": "Nothing."}]
+    write_to(chats, chat("what is tau"), later, {"messages": []})
+    found = overlap(prompts, [chats], 0.0)
+    assert found == {
+        "files": [chats],
+        "conversations": 2,
+        "first_turn": ["line 1"],  # the third is a later turn there
+        "run_of_words": [],
+        "prompts": ["line 1"],
+        "count": 1,
+    }
+
+
+def test_thirteen_words_in_a_row_are_found_and_twelve_are_not(tmp_path, tokenizer):
+    words = [f"word{i}" for i in range(20)]
+    prompts = asked(tmp_path, tokenizer, "Say: " + ", ".join(words[:13]), "Say " + " ".join(words[1:13]) + " again")
+    chats = tmp_path / "chats.jsonl"
+    for trained in (chat("Go on", f"So {' '.join(words)}."), chat(f"{' '.join(words)}?")):
+        write_to(chats, trained)
+        found = overlap(prompts, [chats], 0.0)
+        assert (found["run_of_words"], found["first_turn"], found["count"]) == (["line 1"], [], 1)
+    write_to(chats, chat("Go on", "Well.", {"role": "system", "content": " ".join(words)}))  # that many share
+    assert overlap(prompts, [chats], 0.0)["count"] == 0
+
+
+def test_what_training_held_out_it_has_not_seen(tmp_path, tokenizer):
+    questions = [f"Question {i}" for i in range(40)]
+    prompts, chats = asked(tmp_path, tokenizer, *questions), tmp_path / "chats.jsonl"
+    write_to(chats, *map(chat, questions))
+    kept = [f"line {i + 1}" for i, question in enumerate(questions) if not is_eval(user(question), 0.5)]
+    assert 0 < len(kept) < 40 and overlap(prompts, [chats], 0.5)["prompts"] == kept
