@@ -131,7 +131,7 @@ class Way:
             return cls(name, {"prompt_lookup_num_tokens": int(size or LOOKUP)}, int(size or LOOKUP), False)
         drafter, auto = sequential if kind == "sequential" else drafter, kind == "auto"
         config = drafter.config
-        depth = args.speculation_depth or (config.num_depths if auto else config.speculation_depth)
+        depth = args.speculation_depth or (config.sized_depth if auto else config.speculation_depth)
         tree = "auto" if auto else int(size or args.nodes) if kind == "tree" else None
         if tree is None and size:
             depth = int(size)
