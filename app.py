@@ -27,8 +27,9 @@ from data.chat_template import fit_template
 from data.conversations import BadConversation, read_tools
 from data.hub import public_name
 from decoding_peagle import DecodingStats, position_limit
-from inference_peagle import Generation, PEAGLEInference, StreamedToken, TokenStream
+from inference_peagle import Generation, PEAGLEInference
 from prepack_peagle import prepack
+from streaming_peagle import StreamedToken, TokenStream
 
 
 WAYS = {"plain": "Plain decoding", "drafted": "P-EAGLE"}

@@ -25,7 +25,8 @@ import decoding_peagle
 from configuration_peagle import tokenizer_fingerprint
 from decoding_peagle import DecodingStats
 from generation_peagle import PEAGLEInference
-from inference_peagle import Generation, TokenFeed
+from inference_peagle import Generation
+from streaming_peagle import TokenFeed
 
 
 TOKENIZER = make_tokenizer()  # a token for every byte, and three special ones
