@@ -129,7 +129,7 @@ def test_a_drafter_that_becomes_good_is_taken_up_again():
 
 
 @pytest.mark.parametrize("costs", [CHEAP, DEAR, OWN])
-@pytest.mark.parametrize("probability", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("probability", [0.3, 0.95])
 def test_short_answers_that_keep_nothing_lose_less_than_three_percent_together(costs, probability):
     """A hundred of 20 tokens. Where each begins anew, all lose what the first loses, and more than a tenth."""
     service = Service(costs, probability)
@@ -138,15 +138,15 @@ def test_short_answers_that_keep_nothing_lose_less_than_three_percent_together(c
         assert service.lost < 3 + 0.03 * 20 * (number + 1)
     assert service.lost < 0.01 * 2000
     forgetful = Service(costs, probability, carried=False)
-    for _ in range(100):
+    for _ in range(50):
         forgetful.call(20, nothing)
-    assert forgetful.lost > 0.08 * 2000 > 3 + 0.03 * 2000
+    assert forgetful.lost > 0.08 * 1000 > 3 + 0.03 * 1000
 
 
 @pytest.mark.parametrize("costs", [CHEAP, DEAR, OWN])
 def test_gains_are_not_gambled_away(costs):
     """All is kept until the drafter is trusted most, and nothing from then on: of that part, too, little is lost."""
-    for good in (1, 5, 50):
+    for good in (1, 20):
         service = Service(costs)
         for _ in range(good):
             service.call(20, everything)
@@ -164,7 +164,7 @@ def test_where_all_is_kept_it_is_as_quick_as_the_best_fixed_size(costs, tokens, 
 
     def seconds(fixed=None):
         service = Service(costs, probability)
-        for _ in range(20):
+        for _ in range(10):
             service.call(tokens, everything, fixed)
         return service.seconds
 
@@ -185,12 +185,12 @@ def test_after_hopeless_calls_good_ones_are_found_again():
 def test_texts_of_which_some_gain_are_all_tried_while_the_whole_gains():
     gains, losses = [], []
     service, rng = Service(DEAR), random.Random(0)
-    for number in range(200):
+    for number in range(100):
         before = service.lost
         good = number % 2
         service.call(30, lambda _, good=good: good * rng.choices(range(5), [30, 30, 20, 10, 10])[0])
         (gains if good else losses).append(service.lost - before)
-    assert sum(gains) / 100 < -6 and sum(losses) / 100 < 2.5
+    assert sum(gains) / 50 < -6 and sum(losses) / 50 < 2.5
 
 
 def test_a_drafter_that_is_too_sure_of_itself_is_trusted_less(monkeypatch):
