@@ -37,8 +37,9 @@ def attach(drafter, target, tokenizer=None) -> "Attachment":
     """Make `target.generate(..., assistant_model=drafter)` decode with this drafter.
 
     Replaces `target.generate` on this instance by one that recognises the drafter and passes everything else on. Nothing
-    else of the target changes, and between calls nothing is kept but what forwards cost. Attaching twice is the same as
-    attaching once. The drafter is made ready by [`prepare_for`]. A deep copy of the target is attached too.
+    else of the target changes, and between calls nothing is kept but what forwards cost and how drafts fared. Attaching
+    twice is the same as attaching once. The drafter is made ready by [`prepare_for`]. A deep copy of the target is attached
+    too.
 
     Args:
         drafter (`PEagleModel`): The drafter.

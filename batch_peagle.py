@@ -360,7 +360,8 @@ def decode_batch(
                 cache.select(going)
                 draft_cache.select(going)
 
-            drafting, draft_time = sizer is None or sizer.drafts(), 0.0
+            unread_slots = max(sum(map(len, own)) for own in features)
+            drafting, draft_time = sizer is None or sizer.drafts(unread_slots), 0.0
             wanted, trees = [min(num_tokens, end - text.length) for text in texts], [DraftTree.chain([])] * len(texts)
             if drafting and max(wanted) > 0 and shape != 0:
                 read, features = [torch.cat(parts) for parts in features], [[] for _ in texts]
@@ -381,7 +382,7 @@ def decode_batch(
                 ]
 
             if sizer is not None:
-                trees = [sizer.cut(tree) if tree.tokens else tree for tree in trees]
+                trees = [sizer.cut(tree) if tree.tokens or draft_time else tree for tree in trees]
 
             depths = pad_sequence([torch.tensor(tree.depths) for tree in trees], batch_first=True)
             newest = [text.sequence[0, -1:] for text in texts]
@@ -407,7 +408,7 @@ def decode_batch(
                 stats.record(tree, accepted, len(text.path), draft_time / len(texts), verify_time / len(texts))
             verified = [text.path for text in texts]
             if sizer is not None:
-                sizer.record(depths.shape[1] - 1, sum(map(len, verified)) / len(texts))
+                sizer.record(trees, [len(path) for path in verified])
 
     longest = max(text.length for text in every_text)
     pad = generation_config._pad_token_tensor  # None where no row can end before the others

@@ -35,12 +35,12 @@ from transformers.generation import (
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
 try:
     from .modeling_peagle_sequential import best
-    from .sizing_peagle import Costs, Sizer, costs_of
+    from .sizing_peagle import Costs, Sizer, costs_of, history_of
     from .tree_peagle import DraftTree, NoLaw, best_first, candidates, prompt_lookup, static_tree, with_branch
     from .verification_peagle import Continuation, check_cache, check_target, keep_path, spread, verifies_trees
 except ImportError:
     from modeling_peagle_sequential import best
-    from sizing_peagle import Costs, Sizer, costs_of
+    from sizing_peagle import Costs, Sizer, costs_of, history_of
     from tree_peagle import DraftTree, NoLaw, best_first, candidates, prompt_lookup, static_tree, with_branch
     from verification_peagle import Continuation, check_cache, check_target, keep_path, spread, verifies_trees
 
@@ -200,8 +200,9 @@ def settle(
         check_target(model, model_kwargs)
         check_cache(model_kwargs["cache"])
     if shape == "auto":
-        known = (costs or costs_of(model, drafter)).of_batch(len(input_ids))
-        sizer = Sizer(known, num_tokens, clocked=costs is None)
+        batch, clocked = len(input_ids), costs is None
+        known = (costs or costs_of(model, drafter)).of_batch(batch)
+        sizer = Sizer(known, num_tokens, clocked, history_of(model, drafter, batch, clocked))
         if trees or not sizer.most:
             return sizer.most, sizer, None
         return [(0,) * depth for depth in range(1, num_tokens + 1)], sizer, None
@@ -333,13 +334,14 @@ def decode(
                 outputs, model_kwargs, num_new_tokens=len(text.path)
             )
 
-            drafting = sizer is None or sizer.drafts()
             wanted, tree, draft_time = min(num_tokens, end - text.length), DraftTree.chain([]), 0.0
             if shape != 0:
                 states = [outputs.hidden_states[i][:, verified].to(drafter.device) for i in layer_ids]
                 pending.append(torch.cat(states, dim=-1))
+            unread_slots = sum(part.shape[1] for part in pending)
+            drafting = sizer is None or sizer.drafts(unread_slots)
             # No features come from a prompt of which all new tokens are masked.
-            if drafting and wanted > 0 and any(part.shape[1] for part in pending):
+            if drafting and wanted > 0 and unread_slots:
                 features, pending = torch.cat(pending, dim=1), []
                 unread = text.sequence[0, -features.shape[1] - 1 :].to(drafter.device)
                 pick = best if warpers is None else Draws(warpers, len(draft_ids))
@@ -349,7 +351,7 @@ def decode(
                 tree = propose(drafter, draft_logits[:, : len(draft_ids)], draft_ids, shape, pick)
             if drafting and lookup and end > text.length:
                 tree = with_lookup(tree, text, min(lookup, end - text.length), shape)
-            if sizer is not None and tree.tokens:
+            if sizer is not None and (tree.tokens or draft_time):
                 tree = sizer.cut(tree)
             if not tree.is_chain:
                 tree = tree.first(check_cache(cache))
@@ -379,7 +381,7 @@ def decode(
             verified = text.path
             stats.record(tree, accepted, len(text.path), draft_time, verify_time)
             if sizer is not None:
-                sizer.record(len(tree.tokens), len(text.path))
+                sizer.record([tree], [len(text.path)])
 
     if streamer is not None:
         streamer.end()

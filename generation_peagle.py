@@ -5,7 +5,6 @@ Here the options of a call are resolved and checked; the loop that decodes is in
 """
 
 import functools
-from typing import Literal
 
 from transformers import StoppingCriteriaList, StopStringCriteria
 
@@ -25,6 +24,9 @@ except ImportError:
     from tree_peagle import checked_paths
 
 
+# Whose masks take 16 MB as booleans.
+MOST_DRAFTS = 4096
+
 __all__ = ["PEAGLEInference", "speculative_generate"]
 
 
@@ -36,7 +38,6 @@ def speculative_generate(
     streamer=None,
     tokenizer=None,
     generate=None,
-    draft_tree: int | list[tuple[int, ...]] | Literal["auto"] | None = None,
     draft_costs: Costs | dict | None = None,
     stats: DecodingStats | None = None,
     **kwargs,
@@ -55,7 +56,7 @@ def speculative_generate(
         draft_tree (`int`, `list[tuple[int, ...]]` or `"auto"`, *optional*): Draft tokens per round: the so many most probable
             ones, or those of a fixed tree, by the ranks along the path to each (see [`static_tree`]), or as many of the most
             probable ones as pay (see [`Sizer`]), of which a target that cannot verify trees gets a chain. If unset, a chain
-            of K where that is set, and else `"auto"`.
+            of K where that is set, and else `"auto"`; None says so where a generation config says otherwise.
         draft_costs (`Costs` or its fields in a `dict`, *optional*): What `"auto"` reckons with; measured at the first use of
             this target with this drafter if unset, which takes a second or two.
         stats ([`DecodingStats`], *optional*): A fresh one, which the call fills while it decodes: a streamer that has it too
@@ -79,8 +80,8 @@ def speculative_generate(
 
     if kwargs.get("num_assistant_tokens", ...) is None:
         del kwargs["num_assistant_tokens"]
-    if draft_tree is None:
-        draft_tree, _ = setting("draft_tree")
+    draft_tree, _ = setting("draft_tree")
+    kwargs.pop("draft_tree", None)
     num_tokens, source = setting("num_assistant_tokens")
     if source == "the drafter's config" and draft_tree in (None, "auto"):
         num_tokens, draft_tree = drafter.config.sized_depth, "auto"
@@ -97,6 +98,11 @@ def speculative_generate(
         raise ValueError(
             f"draft_tree is {draft_tree!r}: pass how many tokens to draft per round, a list of paths such as "
             '[(0,), (1,), (0, 0)], or "auto".'
+        )
+    elif isinstance(draft_tree, int) and draft_tree > MOST_DRAFTS:
+        raise ValueError(
+            f"draft_tree is {draft_tree}: pass at most {MOST_DRAFTS}, as the memory that the masks of a tree take grows with the "
+            "square of its size."
         )
     if draft_costs is not None and not isinstance(draft_costs, Costs):
         try:

@@ -287,7 +287,7 @@ class PEAGLEInference:
             **({"temperature": float(temperature)} if temperature else {}),
             "tokenizer": self.tokenizer,
             **({} if self.speculation_depth is None else {"num_assistant_tokens": self.speculation_depth}),
-            "draft_tree": draft_tree,
+            **({} if draft_tree is None else {"draft_tree": draft_tree}),
             **options,
             "return_dict_in_generate": False,
         }

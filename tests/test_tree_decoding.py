@@ -330,7 +330,16 @@ def test_the_shape_may_stand_in_a_generation_config():
         out = target.generate(
             prompt, assistant_model=drafter, generation_config=settings, return_dict_in_generate=True
         )
+        none = target.generate(
+            prompt,
+            assistant_model=drafter,
+            generation_config=settings,
+            draft_tree=None,
+            num_assistant_tokens=3,
+            return_dict_in_generate=True,
+        )
     assert torch.equal(out.sequences, plain(target, prompt)) and max(out.stats.nodes) == 7
+    assert torch.equal(none.sequences, out.sequences) and max(none.stats.nodes) == 3
 
 
 # Refusals
@@ -342,6 +351,7 @@ def test_the_shape_may_stand_in_a_generation_config():
         (-1, "draft_tree is -1"),
         (2.5, "draft_tree is 2.5"),
         (True, "draft_tree is True"),
+        (10**9, "at most 4096, as the memory"),
         ([(0, 0)], r"\(0,\), which is missing"),
         ([(0,) * 9], "9 tokens deep"),
     ],
