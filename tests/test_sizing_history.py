@@ -125,6 +125,26 @@ def test_a_drafter_that_becomes_good_is_taken_up_again():
     assert service.lost < -400 and all(drafting[290:-1])
 
 
+def test_a_text_that_stops_gaining_is_left_alone_however_much_the_pair_has_saved():
+    """Behind a long prompt the pair saves more, as reading such a prompt asks for it; that is not for other losses."""
+
+    def lost(bad):
+        service = Service(READER, prompt=8000)
+        service.history.balance = 100.0
+        service.call(900 + bad, lambda number: 8 * (number < 100))
+        return service.lost
+
+    assert 0 < lost(300) - lost(0) < sizing_peagle.SAVINGS + 0.03 * 300
+
+
+def test_a_drafter_that_is_not_trusted_is_put_to_the_test_where_it_promises_much():
+    history = History()
+    history.trust = 0.01
+    assert len(Sizer(DEAR, 8, False, history).cut(tree_of(8, 0.9)).tokens) == 1
+    assert len(Sizer(DEAR, 8, False, history).cut(tree_of(8, 0.01)).tokens) == 0
+    assert len(Sizer(DEAR, 8, False).cut(tree_of(8, 0.9)).tokens) == 8
+
+
 # Call after call
 
 
