@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 
@@ -62,6 +63,8 @@ class Run:
                 print(f"{stage}: {' '.join(map(str, command))}", flush=True)
                 with (self.result / f"logs/{name}.log").open("a") as log:
                     options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "cwd": ROOT}
+                    # In the background of a shell this process ignores Ctrl-C, and so would they.
+                    options["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
                     line = [sys.executable, *map(str, command)]
                     children[name] = subprocess.Popen(line, env=os.environ | environment, **options)
             while any(child.poll() is None for child in children.values()):

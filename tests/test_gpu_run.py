@@ -44,7 +44,9 @@ def test_commands_run_side_by_side_and_what_fails_is_shown(tmp_path):
     assert Run(tmp_path, 1, {"a": 1.0}).is_done("a")
 
 
-def test_over_the_limit_a_command_is_interrupted_and_may_end_as_it_likes(tmp_path):
+def test_over_the_limit_a_command_is_interrupted_and_may_end_as_it_likes(tmp_path, request):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a shell
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     run = Run(tmp_path, 1, {"a": 1.0})
     code = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('a report of what there is')"
     begun = time.monotonic()
