@@ -202,7 +202,7 @@ def settle(
     if shape == "auto":
         batch, clocked = len(input_ids), costs is None
         known = (costs or costs_of(model, drafter)).of_batch(batch)
-        sizer = Sizer(known, num_tokens, clocked, history_of(model, drafter, batch, clocked))
+        sizer = Sizer(known, num_tokens, clocked, history_of(model, drafter, batch, clocked, bool(lookup)))
         if trees or not sizer.most:
             return sizer.most, sizer, None
         return [(0,) * depth for depth in range(1, num_tokens + 1)], sizer, None

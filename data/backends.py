@@ -244,6 +244,7 @@ class Server:
         self.replies, self.closed = queue.SimpleQueue(), threading.Event()
         self.model = model or self._ask("GET", "models", lambda reply: reply["data"][0]["id"])
         self.settings = {"back_end": "server", "target": public_name(self.model)}  # wherever it runs the next time
+        self.settings |= {"token_ids": True} if token_ids else {}
 
     def __enter__(self):
         self.workers = ThreadPoolExecutor(self.slots)
@@ -275,12 +276,17 @@ class Server:
         options |= {"temperature": request.temperature, "seed": request.seed} | self.extras
         if request.text is None:
             asked = {"messages": request.messages} | ({"tools": request.tools} if request.tools else {})
-            return self._ask("POST", "chat/completions", read_choice, asked | options)
+            return self._checked(self._ask("POST", "chat/completions", read_choice, asked | options))
         text, ends = request.text, set(request.ends) - self.stop_ids
         if self.tokenizer("")["input_ids"]:  # the server's tokenizer writes a second BOS
             text = text.removeprefix(self.tokenizer.bos_token or "")
         options |= {"stop": self.tokenizer.convert_ids_to_tokens(sorted(ends))} if ends else {}
-        return self._ask("POST", "completions", read_choice, {"prompt": text} | options)
+        return self._checked(self._ask("POST", "completions", read_choice, {"prompt": text} | options))
+
+    def _checked(self, reply: Reply) -> Reply:
+        if self.extras and reply.ids is None:
+            raise RequestFailed("no token ids", f"{self.base_url} knows no return_token_ids: ask without token_ids")
+        return reply
 
     def _ask(self, method: str, path: str, read: Callable, body: dict | None = None):
         """What ``read`` makes of the server's JSON. Raises RequestFailed after the last retry or where the JSON is not

@@ -91,7 +91,7 @@ class _Output:
     def __init__(self, path: Path, settings: dict):
         self.path, self.settings, self.rows, self.openings = path, settings, {}, set()
         self.manifest = path.with_name(path.name + ".manifest.json")
-        self.waiting, self.ahead = path.with_name(path.name + ".ahead"), {}
+        self.waiting, self.ahead, self.complete = path.with_name(path.name + ".ahead"), {}, False
         path.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(f"{path}.lock", timeout=0)
         try:
@@ -132,6 +132,8 @@ class _Output:
     def close(self) -> None:
         self.file.close()
         self.waiting_file.close()
+        if self.complete and not self.ahead:  # else a later call, with more time or rows, has use for it
+            self.waiting.unlink()
         self.lock.release()
 
     def write(self, row: dict) -> None:
@@ -251,7 +253,7 @@ def generate_data(
                 report.counts.update(["in", "done"])
                 report.counts.update(store.rows[name])
                 continue
-            if isinstance(plan, dict) and time.monotonic() > deadline:
+            if isinstance(plan, dict) and time.monotonic() > deadline and name not in store.ahead:
                 if not counted:
                     return
                 report.counts.update(["in", "not asked: out of time"])
@@ -297,12 +299,12 @@ def generate_data(
                 store.openings.add(_opening(row))
                 store.write(row)
                 report.add(name, "done", notes=notes + _cuts(row))
+        store.complete = True
     counts = report.counts
     lost = sum(count for name, count in counts.items() if name.startswith(("skipped", "failed", "not asked")))
     assert counts["in"] == counts["done"] + lost, counts
     if progress:
         print(f"{output}: {report}")
-    store.waiting.unlink()
     if not counts["done"]:
         raise ValueError(f"{output}: no conversation: {report}")
     return store.write_manifest({"counts": dict(counts)})

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from data.conversations import BadConversation, read_jsonl
+from data.conversations import read_jsonl
 from data.plans import TOOLS
 
 
@@ -213,16 +213,14 @@ def read_chats(path) -> list[tuple[str, str]]:
     """The first question and answer of each chat in JSON Lines. Raises ValueError where there is none with a text."""
     pairs = []
     for _, row in read_jsonl(path):
-        match row:
-            case BadConversation():
-                continue
-            case {
-                "messages": [
-                    *_,
-                    {"role": "user", "content": str(question)},
-                    {"role": "assistant", "content": str(answer)},
-                ]
-            }:
+        messages = row.get("messages") if isinstance(row, dict) else None  # else a bad line
+        talk = (
+            [m for m in messages if not (isinstance(m, dict) and m.get("role") == "system")]
+            if isinstance(messages, list)
+            else []
+        )
+        match talk:
+            case [{"role": "user", "content": str(question)}, {"role": "assistant", "content": str(answer)}, *_]:
                 if len(answer) >= CHARACTERS[0] and not answer.startswith("I'm sorry"):
                     pairs.append((question, answer.strip()))
     if not pairs:
@@ -277,10 +275,13 @@ def make_prompts(count: int, seed: int, chats: list[tuple[str, str]]) -> Iterato
     kinds |= {"reasoning": REASONING, "coding": CODING, "tools": CALLS}
     if chats:
         kinds |= {"translation": TRANSLATE, "summary": SUMMARISE, "rag": ASK, "extraction": EXTRACT}
+    if count < 1:
+        raise ValueError(f"--num_prompts is {count}: it has to be at least 1")
+    hint = "ask for fewer, or with more --chats" if chats else "add --chats"
     draw, seen, repeats = random.Random(seed), set(), 0
     while len(seen) < count:
         if repeats > 1000:
-            raise ValueError(f"--num_prompts {count}: the patterns give only {len(seen)} different ones; add --chats")
+            raise ValueError(f"--num_prompts {count}: the patterns give only {len(seen)} different ones; {hint}")
         kind = list(kinds)[len(seen) % len(kinds)]
         values = fields(draw, chats)
         if kind == "code":

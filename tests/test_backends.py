@@ -168,6 +168,11 @@ def test_a_cut_answer_is_kept_with_the_tokens_that_the_server_tells(serve, token
     with pytest.raises(ValueError, match="2 skipped: answer hit the length limit"):
         generate_data(tmp_path / "without.jsonl", Server(url, "some", tokenizer=tokenizer), tokenizer, **options)
     assert not any("return_token_ids" in body for body in asked[2:]) and len(asked) == 4  # unknown to other servers
+    url = serve(lambda body: said(content="An answer."))  # one that does not know it
+    with pytest.raises(ValueError, match="2 failed: no token ids"):
+        generate_data(
+            tmp_path / "ignored.jsonl", Server(url, "some", tokenizer=tokenizer, token_ids=True), tokenizer, **options
+        )
 
 
 def test_what_was_finished_before_its_turn_outlives_a_kill(serve, tmp_path):
@@ -200,6 +205,8 @@ def test_what_was_finished_before_its_turn_outlives_a_kill(serve, tmp_path):
     with pytest.raises(ValueError, match="seed 0, not 1"):  # they bind the settings as rows do
         generate_data(output, Server(url, "some"), None, **options, seed=1)
     del asked[:]
+    fewer = generate_data(output, Server(url, "some"), None, **options, num_conversations=1)["counts"]
+    assert fewer == {"in": 1, "done": 1} and ahead.exists()  # what the others wait with is not thrown away
     assert generate_data(output, Server(url, "some"), None, **options)["counts"] == {"in": 5, "done": 5}
     assert first in asked and len(asked) == 5 - kept < 5 and not ahead.exists()
     answers = [(row["id"], row["messages"][-1]["content"]) for _, row in read_jsonl(output)]

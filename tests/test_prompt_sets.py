@@ -60,6 +60,13 @@ def test_without_chats_there_is_no_text_to_work_on():
     assert len(kinds) == 9 and not kinds & TEXT_KINDS
 
 
+def test_a_long_chat_gives_what_it_began_with(tmp_path):
+    row = chat("The first question?")
+    row["messages"] = [{"role": "system", "content": "Be kind."}, *row["messages"], *chat("And another?")["messages"]]
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row) + '\n{"messages": [5]}\n{"messages": 5}\n')
+    assert read_chats(tmp_path / "chats.jsonl") == [("The first question?", ANSWER.strip())]
+
+
 def test_more_prompts_than_there_are_end_with_a_reason():
     with pytest.raises(ValueError, match="only .* different ones"):
         list(make_prompts(10**5, 0, []))
@@ -74,6 +81,8 @@ def test_chats_of_no_use_are_named(tmp_path):
         read_chats(path)
     with pytest.raises(SystemExit, match="error: .*No such file"):
         main(["--output", str(tmp_path / "o"), "--chats", str(tmp_path / "none.jsonl")])
+    with pytest.raises(SystemExit, match="--num_prompts is -5"):
+        main(["--output", str(tmp_path / "o"), "--num_prompts", "-5"])
     assert not (tmp_path / "o").exists()
 
 
