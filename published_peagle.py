@@ -16,7 +16,9 @@ MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 def is_published(config: dict) -> bool:
     """Whether a `config.json` is of an EAGLE-3 or P-EAGLE drafter without our code."""
     ours = "AutoModel" in (config.get("auto_map") or {})
-    return not ours and any("eagle" in name.lower() for name in config.get("architectures") or [])
+    named = any("eagle" in name.lower() for name in config.get("architectures") or [])
+    # SafeAILab's call themselves Llama models; no such model has a draft vocabulary.
+    return not ours and (named or "draft_vocab_size" in config)
 
 
 def published_fields(config: dict) -> dict:
@@ -39,10 +41,13 @@ def published_fields(config: dict) -> dict:
             f"The layers of this drafter are of the kind {layers!r}; only those of 'llama' can be loaded."
         )
     training = fields.pop("speculators_config", {})
-    for proposal in training.get("proposal_methods", [])[:1]:
-        fields["num_depths"] = fields["speculation_depth"] = proposal["speculative_tokens"]
-    if name := training.get("verifier", {}).get("name_or_path"):
+    for proposal in (training.get("proposal_methods") or [])[:1]:
+        if tokens := proposal.get("speculative_tokens"):
+            fields["num_depths"] = fields["speculation_depth"] = tokens
+    if name := (training.get("verifier") or {}).get("name_or_path"):
         fields["target_name_or_path"] = name
+    if not fields.get("eagle_aux_hidden_state_layer_ids"):  # an empty list stands for the default
+        fields.pop("eagle_aux_hidden_state_layer_ids", None)
     masks = [fields.pop(name) for name in MASK_TOKENS if name in fields]
     known = {"mask_token_id": masks[0] if masks else None, "own_embeddings": None}
     fields.pop("auto_map", None)  # to code of theirs

@@ -35,6 +35,7 @@ from data.vocabulary import choose_draft_vocabulary, choose_mask_token, count_to
 from lora_peagle import add_lora, merge_lora
 from modeling_peagle import Drafter, PEagleModel
 from modeling_peagle_backbone import PEagleBackboneModel
+from published_peagle import MASK_TOKENS
 from target_peagle import DEFAULT_TARGET, load_target, stop_token_ids
 from trainer_peagle import PEagleTrainer, TargetSignals
 
@@ -83,8 +84,10 @@ def take_drafter(drafter: Drafter, folder: str):
     rows = torch.searchsorted(theirs, ours[shared])
     state, learned = drafter.state_dict(), other.state_dict()
     differ = {name.split(".")[0] for name in state.keys() ^ learned.keys()} - {"d2t"}
-    if drafter.config.target_tokenizer_hash != other.config.target_tokenizer_hash:
-        differ.add("target_tokenizer_hash")
+    # What changes no shape, but what the weights mean. A published drafter does not know its target's tokenizer.
+    for name in ("target_tokenizer_hash", "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "norm_output"):
+        if getattr(other.config, name, None) not in (None, getattr(drafter.config, name, None)):
+            differ.add(name)
     for name in state.keys() & learned.keys() - {"d2t"}:
         mine, given = state[name], learned[name]
         by_token = name.startswith(("lm_head.", "markov_head."))  # a row for each draft token
@@ -188,6 +191,8 @@ def measure_batch(trainer: PEagleTrainer) -> tuple[dict, float]:
         batch = next(iter(trainer.get_train_dataloader()))
         seconds = []
         for _ in range(2):  # the first warms up
+            if trainer.signals.kept is not None:
+                trainer.signals.kept.clear()  # as in the first epoch, whose batches the target has not read yet
             start = time.perf_counter()
             trainer.training_step(trainer.model, batch, torch.ones((), device=trainer.args.device))
             seconds.append(time.perf_counter() - start)
@@ -280,7 +285,8 @@ def main(args: PEagleArguments):
         print(f"the draft vocabulary of {args.draft_vocab_size} covers {coverage:.2%} of the supervised tokens")
     used = set(seen.nonzero()[0].tolist()) | stop_ids
     if args.mask_token_id is None and args.init_from_drafter is not None:
-        args.mask_token_id = PreTrainedConfig.get_config_dict(args.init_from_drafter)[0]["mask_token_id"]
+        start, _ = PreTrainedConfig.get_config_dict(args.init_from_drafter)
+        args.mask_token_id = next((start[name] for name in MASK_TOKENS if start.get(name) is not None), None)
     if args.mask_token_id is None and args.parallel_drafting:
         args.mask_token_id = choose_mask_token(tokenizer, used)
     elif args.mask_token_id in used:

@@ -73,6 +73,13 @@ FORMATS = {
         {"parallel_drafting": False, "fc_norm": False, "draft_ids": DRAFT_IDS},
         {"midlayer": True, "t2d": True},
     ),
+    "EAGLE-3, SafeAILab": (
+        PLAIN
+        | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "draft_vocab_size": len(DRAFT_IDS)}
+        | {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": []}},
+        {"parallel_drafting": False, "fc_norm": False, "draft_ids": DRAFT_IDS},
+        {"midlayer": True, "t2d": True},
+    ),
     "EAGLE-3, own embeddings": (
         PLAIN
         | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": VOCAB}
@@ -88,7 +95,8 @@ FORMATS = {
         {"t2d": True},
     ),
     "EAGLE-3.1, speculators": (
-        speculators("eagle3", 1, 5, fc_norm=True, norm_output=True, norm_before_fc=False),
+        speculators("eagle3", 1, 5, fc_norm=True, norm_output=True, norm_before_fc=False)
+        | {"speculators_config": {"proposal_methods": [{"proposal_type": "greedy"}], "verifier": None}},
         {"parallel_drafting": False, "norm_output": True, "draft_ids": DRAFT_IDS},
         {"t2d": True},
     ),

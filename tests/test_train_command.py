@@ -198,6 +198,11 @@ def test_training_starts_from_another_drafter_whatever_its_draft_vocabulary(work
     assert not torch.equal(left["fc.weight"], fresh["fc.weight"]) and right["markov_head.next.weight"].any()
     with pytest.raises(ValueError, match="they differ in layers"):
         main(arguments_for(workplace, tmp_path / "d", **start, num_layers=2))
+    config = json.loads((tmp_path / "a/config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [0, 1, 3]  # no tensor's shape would tell
+    (tmp_path / "a/config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="they differ in eagle_aux_hidden_state_layer_ids"):
+        main(arguments_for(workplace, tmp_path / "d", **start))
     with pytest.raises(OSError, match="nowhere"):
         main(arguments_for(workplace, tmp_path / "e", init_from_drafter=str(tmp_path / "nowhere")))
     with pytest.raises(ValueError, match="two starts"):
