@@ -18,10 +18,14 @@ def ways_of(report: dict) -> dict:
     if "ways" in report:
         return report["ways"]
     total = report["total"]
-    ways = {way: {"total": {"tokens_per_second": total[f"{way}_tokens_per_second"]}} for way in ("stock", "plain")}
+    ways = {
+        way: {"options": {}, "total": {"tokens_per_second": total[f"{way}_tokens_per_second"]}}
+        for way in ("stock", "plain")
+    }
     total = total | {"tokens_per_second": total["drafted_tokens_per_second"]}
     total["break_even"] = {"needed_tau": total["break_even_tau"]}
-    return ways | {"chain": report | {"total": total, "depth": report["settings"]["speculation_depth"]}}
+    options = {"num_assistant_tokens": report["settings"]["speculation_depth"]}
+    return ways | {"chain": report | {"total": total, "options": options}}
 
 
 def is_ours(name: str) -> bool:
@@ -63,13 +67,14 @@ def label(name: str, way: dict, report: dict) -> str:
     words = {
         "stock": "stock plain",
         "plain": plain(report),
-        "lookup": "prompt lookup",
-        "chain": f"chain, K = {way.get('depth')}",
-        "tree": f"tree, N = {way.get('nodes')}",
-        "auto": "`auto`, the default",
-        "sequential": f"sequential drafter, K = {way.get('depth')}",
+        "lookup": "prompt lookup of {prompt_lookup_num_tokens}",
+        "chain": "chain, K = {num_assistant_tokens}",
+        "tree": "tree, N = {draft_tree}",
+        "auto": "`auto`" if lookup else "`auto`, the default",
+        "sequential": "sequential drafter, K = {num_assistant_tokens}",
     }[kind.partition(":")[0]]
-    return f"{words}, with prompt lookup" if lookup else words
+    words += ", with prompt lookup of {prompt_lookup_num_tokens}" if lookup else ""
+    return words.format(**way["options"])
 
 
 def conditions(report: dict) -> str:
