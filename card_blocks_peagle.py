@@ -136,16 +136,24 @@ def ways_block(report: dict) -> str:
 
 
 def categories_block(report: dict) -> str:
-    """The tau of each way of drafting by category, and what `auto` gains."""
+    """The tau of each way of drafting by category, and what `auto` gains.
+
+    ValueError: The report has no way `auto`.
+    """
     ways = ways_of(report)
+    if "auto" not in ways:
+        raise ValueError(
+            f"No way `auto` is in the report of `{report['settings']['command']}`, and the table by category shows what it "
+            "gains: measure again with `auto` among the --ways."
+        )
     drafts = {f"tau, {label(name, way, report)}": way for name, way in ways.items() if is_ours(name)}
     auto, prompts = ways["auto"], [row["category"] for row in ways["auto"]["prompts"]]
+    speeds = {plain(report): "speed_up", "stock plain": "speed_up_over_stock"}
 
     def line(name, count, taus, gain):
-        speeds = {plain(report): "speed_up", "stock plain": "speed_up_over_stock"}
-        speeds = {f"`auto` over {other}": ranged(gain, key) for other, key in speeds.items()}
+        gains = {f"`auto` over {other}": ranged(gain, key) for other, key in speeds.items()}
         lengths = {head: ranged(row, "tau", "") for head, row in taus.items()}
-        return {"category": name, "prompts": count} | lengths | speeds
+        return {"category": name, "prompts": count} | lengths | gains
 
     lines = [
         line(name, prompts.count(name), {key: way["categories"][name] for key, way in drafts.items()}, gain)
@@ -153,8 +161,14 @@ def categories_block(report: dict) -> str:
     ]
     totals = {key: way["total"] for key, way in drafts.items()}
     lines.append(line("all; geometric mean over categories", len(prompts), totals, auto["total"]["geometric_mean"]))
-    worst = "`auto` gains least in {name}: {speed_up:.2f}x.".format(**auto["total"]["worst_category"])
-    return "\n\n".join([f"{conditions(report)}:", table(lines), worst, origin(report)])
+    notes, worst = [], auto["total"]["worst_category"]
+    for other, key in speeds.items():
+        without = [name for name, gain in auto["categories"].items() if gain[key] is None]
+        if 0 < len(without) < len(auto["categories"]):  # without any, there is no such mean
+            notes.append(f"Not in the geometric mean over {other}, as no speed-up is known: {', '.join(without)}.")
+    if worst["speed_up"] is not None:
+        notes.append("`auto` gains least in {name}: {speed_up:.2f}x.".format(**worst))
+    return "\n\n".join([f"{conditions(report)}:", table(lines), *notes, origin(report)])
 
 
 def recipes_block(lines: list[dict]) -> str:
@@ -187,7 +201,8 @@ def rows_block(report: dict, name: str) -> str:
 
 
 def model_index(report: dict, stem: str, prompts: str) -> list[EvalResult]:
-    """Tau and speed-up of this drafter's ways; no speed-up where the times are not to be trusted. `prompts` is their name."""
+    """Tau and speed-up of this drafter's ways, as far as known; no speed-up where the times are not to be trusted. `prompts`
+    is their name."""
     metrics = {"tau": "acceptance length tau", "speed_up": f"speed-up over {plain(report)} decoding"}
     if distrust(report):
         del metrics["speed_up"]
@@ -203,4 +218,5 @@ def model_index(report: dict, stem: str, prompts: str) -> list[EvalResult]:
         for name, way in ways_of(report).items()
         if is_ours(name)
         for metric, title in metrics.items()
+        if way["total"][metric] is not None
     ]

@@ -187,7 +187,8 @@ def test_every_way_stands_beside_the_others(tmp_path):
     # What rounds take is told of drafters; of the 8 first drafts 7 were kept, of the second 4, then 3 and 1.
     assert [row[0] for row in ways[9:]] == [row[0] for row in ways[4:9]]
     kept = "88% / 50% / 38% / 12%"
-    assert ways[10] == ["tree, N = 15", kept, "191.7", "20.0", "10.0", "161.7", "2.11"]
+    pays = report()["ways"]["tree:15"]["total"]["break_even"]["needed_tau"]
+    assert ways[10] == ["tree, N = 15", kept, "191.7", "20.0", "10.0", "161.7", f"{pays:.2f}"]
     assert "4 prompts, up to 128 new tokens each, greedy; 3 of them overlap the 1,475 training conversations" in block
     assert block.rstrip().endswith(
         "```bash\npython evaluate_peagle.py --made up\n```\n\n"
@@ -228,6 +229,29 @@ def test_times_of_a_disturbed_machine_are_called_so(reason, tmp_path):
             name, tmp_path
         )
     assert speeds(tmp_path) == ["tau"] * 4
+
+
+def test_answers_of_one_token_have_no_speed(tmp_path):
+    """Nothing was decoded after it, so neither tau nor pace is known, here of the one chat."""
+    write(tmp_path, report(taus=((), (2, 3), (2, 5), (4, 4))))
+    first, second, mean = rows(alone("spec_bench_categories", tmp_path))
+    assert first == ["chat", "1", *["–"] * 6] and second[-2].startswith("1.55x") and mean[2].startswith("3.33 ")
+    block = alone("spec_bench_categories", tmp_path)
+    for other in ("prepacked", "stock"):
+        assert f"Not in the geometric mean over {other} plain, as no speed-up is known: chat." in block
+    assert "least in maths: 1.55x" in block
+    write(tmp_path, report(taus=((), ()), categories=("chat", "maths")))
+    for name in ("spec_bench", "spec_bench_categories"):
+        assert "None" not in alone(name, tmp_path) and "least in" not in alone(name, tmp_path)
+    assert rows(alone("spec_bench", tmp_path))[1][:2] == ["prepacked plain", "–"]
+    assert not ModelCard(write_card("---\nbase_model: org/target\n---\n", tmp_path)).data.eval_results
+
+
+def test_categories_without_auto_are_refused_in_words(tmp_path):
+    write(tmp_path, report(names=["plain", "chain:4"]))
+    assert rows(alone("spec_bench", tmp_path))[1][0] == "chain, K = 4"
+    with pytest.raises(ValueError, match="No way `auto`.*--made up.*measure again with `auto`"):
+        alone("spec_bench_categories", tmp_path)
 
 
 def test_a_report_of_other_answers_makes_no_card(tmp_path):
