@@ -11,10 +11,12 @@ SPENT = {"round": "a round, ms", "verify": "of it verification", "draft": "draft
 
 
 def ways_of(report: dict) -> dict:
-    """By name, the ways of decoding that a report of `evaluate_peagle.py` compares.
+    """By name, the ways of decoding that a report of `evaluate_peagle.py` compares, without the intervals of one prompt alone.
 
     Those from before it compared several have a chain alone, and the pace of plain decoding in its sums.
     """
+    if count_of(report) < 2:
+        report = without_intervals(report)
     if "ways" in report:
         return report["ways"]
     total = report["total"]
@@ -26,6 +28,18 @@ def ways_of(report: dict) -> dict:
     total["break_even"] = {"needed_tau": total["break_even_tau"]}
     options = {"num_assistant_tokens": report["settings"]["speculation_depth"]}
     return ways | {"chain": report | {"total": total, "options": options}}
+
+
+def count_of(report: dict) -> int:
+    """The prompts of a report."""
+    return len(report["ways"]["plain"]["prompts"] if "ways" in report else report["prompts"])
+
+
+def without_intervals(value):
+    """A report, or a part of it, whose ratios have no intervals."""
+    if not isinstance(value, dict):
+        return value
+    return {name: without_intervals(item) for name, item in value.items() if name != "intervals"}
 
 
 def is_ours(name: str) -> bool:
@@ -79,9 +93,8 @@ def label(name: str, way: dict, report: dict) -> str:
 
 def conditions(report: dict) -> str:
     settings = report["settings"]
-    count = max(len(way.get("prompts", ())) for way in ways_of(report).values())
-    chosen = f"temperature {settings['temperature']}" if settings["temperature"] else "greedy"
-    words = f"{count} prompts, up to {settings['max_new_tokens']} new tokens each, {chosen}"
+    count, chosen = count_of(report), f"temperature {settings['temperature']}" if settings["temperature"] else "greedy"
+    words = f"{count} prompt{'s' * (count != 1)}, up to {settings['max_new_tokens']} new tokens each, {chosen}"
     if report.get("overlap"):
         words += "; {count} of them overlap the {conversations:,} training conversations".format(**report["overlap"])
     return words
@@ -131,8 +144,10 @@ def ways_block(report: dict) -> str:
             kept = {"kept at depth 1 / 2 / ..., jointly": " / ".join(cell(share, ".0%") for share in row["joint"])}
             spent = {title: cell(row[f"{part}_ms"], ".1f") for part, title in SPENT.items()}
             rounds.append(called | kept | spent | {"pays above tau": (row["break_even"] or {}).get("needed_tau")})
-    head = f"{conditions(report)} (95% intervals over prompts in brackets):"
-    return "\n\n".join([head, table(gains), *([table(rounds)] if rounds else []), origin(report)])
+    brackets = " (95% intervals over prompts in brackets)" * (count_of(report) > 1)
+    return "\n\n".join(
+        [f"{conditions(report)}{brackets}:", table(gains), *([table(rounds)] if rounds else []), origin(report)]
+    )
 
 
 def categories_block(report: dict) -> str:

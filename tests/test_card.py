@@ -247,6 +247,19 @@ def test_answers_of_one_token_have_no_speed(tmp_path):
     assert not ModelCard(write_card("---\nbase_model: org/target\n---\n", tmp_path)).data.eval_results
 
 
+def test_no_interval_is_shown_of_one_prompt_or_where_the_report_has_none(tmp_path):
+    write(tmp_path, one := report(taus=((2, 3),), categories=("chat",)))
+    assert one["ways"]["auto"]["total"]["intervals"]["tau"] == [2.5, 2.5]  # which says nothing of other prompts
+    for name in ("spec_bench", "spec_bench_categories"):
+        block = alone(name, tmp_path)
+        assert "1 prompt, up to" in block and "2.50" in block and "(2.50" not in block
+        assert "interval" not in block and "x (" not in block
+    made = report()
+    made["ways"]["auto"]["total"]["intervals"] |= {"tau": None, "speed_up": [None, None]}
+    auto = rows(alone("spec_bench", write(tmp_path, made)))[7]
+    assert auto[:2] == ["`auto`, the default", "2.88"] and auto[4] == "1.55x" and " to " in auto[5]
+
+
 def test_categories_without_auto_are_refused_in_words(tmp_path):
     write(tmp_path, report(names=["plain", "chain:4"]))
     assert rows(alone("spec_bench", tmp_path))[1][0] == "chain, K = 4"
