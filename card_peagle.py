@@ -49,6 +49,8 @@ def read(path: Path):
     report = json.loads(text)
     if report.get("promise_broken"):
         raise ValueError(f"{path} has drafted answers that are not the plain ones. That is a bug, not a result.")
+    if report["settings"].get("interrupted"):
+        raise ValueError(f"{path} is of an interrupted run, which left out prompts: make it again, to the end.")
     return report
 
 
@@ -71,7 +73,7 @@ def write_card(text: str, results: Path) -> str:
 
     Raises:
         FileNotFoundError: A file that a block is made of is not there.
-        ValueError: A block has no end or is unknown, or drafted answers in a report are not the plain ones.
+        ValueError: A block has no end or is unknown, a run was interrupted, or drafted answers are not the plain ones.
     """
     markers = MARKER.findall(text)
     begun = [name for side, name in markers if side == "begin"]

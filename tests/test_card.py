@@ -272,6 +272,21 @@ def test_a_report_of_other_answers_makes_no_card(tmp_path):
         alone("spec_bench", write(tmp_path, promise_broken=True))
 
 
+def test_a_report_of_an_interrupted_run_makes_no_card(tmp_path):
+    made = report()
+    for interrupted in (False, True):
+        made["settings"]["interrupted"] = interrupted
+        write(tmp_path, made)
+        if interrupted:
+            for name in ("spec_bench", "spec_bench_categories"):
+                with pytest.raises(ValueError, match="spec_bench.json is of an interrupted run.*make it again"):
+                    alone(name, tmp_path)
+            with pytest.raises(ValueError, match="interrupted"):  # nor does it enter the model-index
+                write_card("---\nbase_model: org/target\n---\n", tmp_path)
+        else:
+            assert "4 prompts" in alone("spec_bench", tmp_path)
+
+
 # ---- what training and the benchmarks write -------------------------------------------------------------------------
 
 
