@@ -1,6 +1,7 @@
 """What the blocks of the model card say: Markdown of the files in `results/`, which `card_peagle.py` writes into README.md."""
 
 import re
+from pathlib import Path
 
 from huggingface_hub import EvalResult
 
@@ -91,10 +92,15 @@ def label(name: str, way: dict, report: dict) -> str:
     return words.format(**way["options"])
 
 
+def counted(report: dict) -> str:
+    count = count_of(report)
+    return f"{count} prompt{'s' * (count != 1)}"
+
+
 def conditions(report: dict) -> str:
     settings = report["settings"]
-    count, chosen = count_of(report), f"temperature {settings['temperature']}" if settings["temperature"] else "greedy"
-    words = f"{count} prompt{'s' * (count != 1)}, up to {settings['max_new_tokens']} new tokens each, {chosen}"
+    chosen = f"temperature {settings['temperature']}" if settings["temperature"] else "greedy"
+    words = f"{counted(report)}, up to {settings['max_new_tokens']} new tokens each, {chosen}"
     if report.get("overlap"):
         words += "; {count} of them overlap the {conversations:,} training conversations".format(**report["overlap"])
     return words
@@ -215,9 +221,18 @@ def rows_block(report: dict, name: str) -> str:
     return f"{table(report['tables'][name])}\n\n{origin(report)}"
 
 
-def model_index(report: dict, stem: str, prompts: str) -> list[EvalResult]:
-    """Tau and speed-up of this drafter's ways, as far as known; no speed-up where the times are not to be trusted. `prompts`
-    is their name."""
+def prompts_of(report: dict) -> str:
+    """What the model-index calls the prompts of a report, from its settings."""
+    settings = report["settings"]
+    if settings["held_out_file"]:
+        # That they are the target's own is known of the drafter in this folder, not from the report.
+        return "held-out chats of the target's own"
+    words = f"{Path(settings['prompts']).name}, {counted(report)}"
+    return words + (f", at most {settings['per_category']} of each category" if settings["per_category"] else "")
+
+
+def model_index(report: dict, stem: str) -> list[EvalResult]:
+    """Tau and speed-up of this drafter's ways, as far as known; no speed-up where the times are not to be trusted."""
     metrics = {"tau": "acceptance length tau", "speed_up": f"speed-up over {plain(report)} decoding"}
     if distrust(report):
         del metrics["speed_up"]
@@ -225,7 +240,7 @@ def model_index(report: dict, stem: str, prompts: str) -> list[EvalResult]:
         EvalResult(
             task_type="text-generation",
             dataset_type=stem,
-            dataset_name=prompts,
+            dataset_name=prompts_of(report),
             metric_type=metric,
             metric_name=f"{title}, {label(name, way, report)}",
             metric_value=round(way["total"][metric], 3),

@@ -14,6 +14,7 @@ from test_report import rounds, run, steps
 
 from card_peagle import BLOCK, BLOCKS, main, write_card
 from configuration_peagle import PEagleConfig
+from data.prompts import overlap
 from environment_peagle import environment
 from evaluate_peagle import EvaluationArguments, Way
 from report_peagle import summarize_ways
@@ -285,6 +286,28 @@ def test_a_report_of_an_interrupted_run_makes_no_card(tmp_path):
                 write_card("---\nbase_model: org/target\n---\n", tmp_path)
         else:
             assert "4 prompts" in alone("spec_bench", tmp_path)
+
+
+def test_the_model_index_says_of_the_prompts_what_the_report_does(tmp_path):
+    def names(**made):
+        card = write_card("---\nbase_model: org/target\n---\n", write(tmp_path, report(**made)))
+        return {result.dataset_name for result in ModelCard(card).data.eval_results}
+
+    assert names(prompts="data/odd.jsonl") == {"odd.jsonl, 4 prompts"}
+    assert names(prompts="even.jsonl", per_category=3) == {"even.jsonl, 4 prompts, at most 3 of each category"}
+    assert names(held_out_file="chats.jsonl") == {"held-out chats of the target's own"}
+
+
+def test_the_blocks_say_how_many_prompts_training_has_seen(tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    said = [[{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}] for text in "abc"]
+    chats.write_text("\n".join(json.dumps({"messages": chat}) for chat in said))
+    asked = [{"id": text, "messages": [{"role": "user", "content": text}]} for text in "abxy"]
+    for prompts, count in ((asked, 2), (asked[2:], 0)):
+        write(tmp_path, overlap=overlap(prompts, [str(chats)], 0.0))
+        for name in ("spec_bench", "spec_bench_categories"):
+            assert f"greedy; {count} of them overlap the 3 training conversations" in alone(name, tmp_path)
+    assert "overlap" not in alone("spec_bench", write(tmp_path, overlap=None))  # nobody looked
 
 
 # ---- what training and the benchmarks write -------------------------------------------------------------------------
