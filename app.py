@@ -94,7 +94,7 @@ def shown(text: str) -> str:
 
 @dataclass
 class Answer:
-    """What one way has made of a turn so far. `rate`: tokens per second from the first new token on."""
+    """What one way has made of a turn so far. `rate`: tokens per second from the first new token on, 0 while none followed."""
 
     tokens: list[StreamedToken] = field(default_factory=list)
     stats: DecodingStats = field(default_factory=DecodingStats)
@@ -192,12 +192,13 @@ class Turn:
         place = ("first", "second")[self.order.index(way)]
         state = answer.state if running or answer.state == "done" else "stopped"
         count, forwards = len(answer.tokens), answer.forwards
-        numbers = f"<b>{answer.rate:.1f}</b> tokens/s · {count} tokens · {forwards} target forwards"
+        rate = f"{answer.rate:.1f}" if answer.rate else "–"
+        numbers = f"<b>{rate}</b> tokens/s · {count} tokens · {forwards} target forwards"
         bars = ""
         if way == "drafted":
             numbers += f", {max(count - forwards, 0)} saved · tau <b>{answer.stats.tau:.2f}</b>"
             plain = self.answers["plain"]
-            if plain.state == answer.state == "done" and plain.rate:
+            if plain.state == answer.state == "done" and plain.rate and answer.rate:
                 numbers += f" · {answer.rate / plain.rate:.2f}x plain, in this one run"
             bars = "".join(
                 f'<span>depth {depth + 1}</span><span class="bar d{depth}" style="width: {share:.0%}">{share:.0%}</span>'

@@ -1,6 +1,7 @@
 """What the blocks of the model card say: Markdown of the files in `results/`, which `card_peagle.py` writes into README.md."""
 
 import re
+from pathlib import Path
 
 from huggingface_hub import EvalResult
 
@@ -11,17 +12,35 @@ SPENT = {"round": "a round, ms", "verify": "of it verification", "draft": "draft
 
 
 def ways_of(report: dict) -> dict:
-    """By name, the ways of decoding that a report of `evaluate_peagle.py` compares.
+    """By name, the ways of decoding that a report of `evaluate_peagle.py` compares, without the intervals of one prompt alone.
 
     Those from before it compared several have a chain alone, and the pace of plain decoding in its sums.
     """
+    if count_of(report) < 2:
+        report = without_intervals(report)
     if "ways" in report:
         return report["ways"]
     total = report["total"]
-    ways = {way: {"total": {"tokens_per_second": total[f"{way}_tokens_per_second"]}} for way in ("stock", "plain")}
+    ways = {
+        way: {"options": {}, "total": {"tokens_per_second": total[f"{way}_tokens_per_second"]}}
+        for way in ("stock", "plain")
+    }
     total = total | {"tokens_per_second": total["drafted_tokens_per_second"]}
     total["break_even"] = {"needed_tau": total["break_even_tau"]}
-    return ways | {"chain": report | {"total": total, "depth": report["settings"]["speculation_depth"]}}
+    options = {"num_assistant_tokens": report["settings"]["speculation_depth"]}
+    return ways | {"chain": report | {"total": total, "options": options}}
+
+
+def count_of(report: dict) -> int:
+    """The prompts of a report."""
+    return len(report["ways"]["plain"]["prompts"] if "ways" in report else report["prompts"])
+
+
+def without_intervals(value):
+    """A report, or a part of it, whose ratios have no intervals."""
+    if not isinstance(value, dict):
+        return value
+    return {name: without_intervals(item) for name, item in value.items() if name != "intervals"}
 
 
 def is_ours(name: str) -> bool:
@@ -63,20 +82,25 @@ def label(name: str, way: dict, report: dict) -> str:
     words = {
         "stock": "stock plain",
         "plain": plain(report),
-        "lookup": "prompt lookup",
-        "chain": f"chain, K = {way.get('depth')}",
-        "tree": f"tree, N = {way.get('nodes')}",
-        "auto": "`auto`, the default",
-        "sequential": f"sequential drafter, K = {way.get('depth')}",
+        "lookup": "prompt lookup of {prompt_lookup_num_tokens}",
+        "chain": "chain, K = {num_assistant_tokens}",
+        "tree": "tree, N = {draft_tree}",
+        "auto": "`auto`" if lookup else "`auto`, the default",
+        "sequential": "sequential drafter, K = {num_assistant_tokens}",
     }[kind.partition(":")[0]]
-    return f"{words}, with prompt lookup" if lookup else words
+    words += ", with prompt lookup of {prompt_lookup_num_tokens}" if lookup else ""
+    return words.format(**way["options"])
+
+
+def counted(report: dict) -> str:
+    count = count_of(report)
+    return f"{count} prompt{'s' * (count != 1)}"
 
 
 def conditions(report: dict) -> str:
     settings = report["settings"]
-    count = max(len(way.get("prompts", ())) for way in ways_of(report).values())
     chosen = f"temperature {settings['temperature']}" if settings["temperature"] else "greedy"
-    words = f"{count} prompts, up to {settings['max_new_tokens']} new tokens each, {chosen}"
+    words = f"{counted(report)}, up to {settings['max_new_tokens']} new tokens each, {chosen}"
     if report.get("overlap"):
         words += "; {count} of them overlap the {conversations:,} training conversations".format(**report["overlap"])
     return words
@@ -126,21 +150,31 @@ def ways_block(report: dict) -> str:
             kept = {"kept at depth 1 / 2 / ..., jointly": " / ".join(cell(share, ".0%") for share in row["joint"])}
             spent = {title: cell(row[f"{part}_ms"], ".1f") for part, title in SPENT.items()}
             rounds.append(called | kept | spent | {"pays above tau": (row["break_even"] or {}).get("needed_tau")})
-    head = f"{conditions(report)} (95% intervals over prompts in brackets):"
-    return "\n\n".join([head, table(gains), *([table(rounds)] if rounds else []), origin(report)])
+    brackets = " (95% intervals over prompts in brackets)" * (count_of(report) > 1)
+    return "\n\n".join(
+        [f"{conditions(report)}{brackets}:", table(gains), *([table(rounds)] if rounds else []), origin(report)]
+    )
 
 
 def categories_block(report: dict) -> str:
-    """The tau of each way of drafting by category, and what `auto` gains."""
+    """The tau of each way of drafting by category, and what `auto` gains.
+
+    ValueError: The report has no way `auto`.
+    """
     ways = ways_of(report)
+    if "auto" not in ways:
+        raise ValueError(
+            f"No way `auto` is in the report of `{report['settings']['command']}`, and the table by category shows what it "
+            "gains: measure again with `auto` among the --ways."
+        )
     drafts = {f"tau, {label(name, way, report)}": way for name, way in ways.items() if is_ours(name)}
     auto, prompts = ways["auto"], [row["category"] for row in ways["auto"]["prompts"]]
+    speeds = {plain(report): "speed_up", "stock plain": "speed_up_over_stock"}
 
     def line(name, count, taus, gain):
-        speeds = {plain(report): "speed_up", "stock plain": "speed_up_over_stock"}
-        speeds = {f"`auto` over {other}": ranged(gain, key) for other, key in speeds.items()}
+        gains = {f"`auto` over {other}": ranged(gain, key) for other, key in speeds.items()}
         lengths = {head: ranged(row, "tau", "") for head, row in taus.items()}
-        return {"category": name, "prompts": count} | lengths | speeds
+        return {"category": name, "prompts": count} | lengths | gains
 
     lines = [
         line(name, prompts.count(name), {key: way["categories"][name] for key, way in drafts.items()}, gain)
@@ -148,8 +182,14 @@ def categories_block(report: dict) -> str:
     ]
     totals = {key: way["total"] for key, way in drafts.items()}
     lines.append(line("all; geometric mean over categories", len(prompts), totals, auto["total"]["geometric_mean"]))
-    worst = "`auto` gains least in {name}: {speed_up:.2f}x.".format(**auto["total"]["worst_category"])
-    return "\n\n".join([f"{conditions(report)}:", table(lines), worst, origin(report)])
+    notes, worst = [], auto["total"]["worst_category"]
+    for other, key in speeds.items():
+        without = [name for name, gain in auto["categories"].items() if gain[key] is None]
+        if 0 < len(without) < len(auto["categories"]):  # without any, there is no such mean
+            notes.append(f"Not in the geometric mean over {other}, as no speed-up is known: {', '.join(without)}.")
+    if worst["speed_up"] is not None:
+        notes.append("`auto` gains least in {name}: {speed_up:.2f}x.".format(**worst))
+    return "\n\n".join([f"{conditions(report)}:", table(lines), *notes, origin(report)])
 
 
 def recipes_block(lines: list[dict]) -> str:
@@ -181,8 +221,18 @@ def rows_block(report: dict, name: str) -> str:
     return f"{table(report['tables'][name])}\n\n{origin(report)}"
 
 
-def model_index(report: dict, stem: str, prompts: str) -> list[EvalResult]:
-    """Tau and speed-up of this drafter's ways; no speed-up where the times are not to be trusted. `prompts` is their name."""
+def prompts_of(report: dict) -> str:
+    """What the model-index calls the prompts of a report, from its settings."""
+    settings = report["settings"]
+    if settings["held_out_file"]:
+        # That they are the target's own is known of the drafter in this folder, not from the report.
+        return "held-out chats of the target's own"
+    words = f"{Path(settings['prompts']).name}, {counted(report)}"
+    return words + (f", at most {settings['per_category']} of each category" if settings["per_category"] else "")
+
+
+def model_index(report: dict, stem: str) -> list[EvalResult]:
+    """Tau and speed-up of this drafter's ways, as far as known; no speed-up where the times are not to be trusted."""
     metrics = {"tau": "acceptance length tau", "speed_up": f"speed-up over {plain(report)} decoding"}
     if distrust(report):
         del metrics["speed_up"]
@@ -190,7 +240,7 @@ def model_index(report: dict, stem: str, prompts: str) -> list[EvalResult]:
         EvalResult(
             task_type="text-generation",
             dataset_type=stem,
-            dataset_name=prompts,
+            dataset_name=prompts_of(report),
             metric_type=metric,
             metric_name=f"{title}, {label(name, way, report)}",
             metric_value=round(way["total"][metric], 3),
@@ -198,4 +248,5 @@ def model_index(report: dict, stem: str, prompts: str) -> list[EvalResult]:
         for name, way in ways_of(report).items()
         if is_ours(name)
         for metric, title in metrics.items()
+        if way["total"][metric] is not None
     ]

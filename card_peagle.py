@@ -29,10 +29,7 @@ from card_blocks_peagle import (
 ROOT = Path(__file__).resolve().parent
 MARKER = re.compile(r"<!-- (begin|end) (\S+) -->")
 BLOCK = re.compile(r"(<!-- begin (\S+) -->)(.*?)(<!-- end \2 -->)", re.DOTALL)
-MEASURED_ON = {  # by report, what the model-index calls its prompts
-    "spec_bench": "Spec-Bench, even-numbered prompts",
-    "held_out": "held-out chats of the target's own",
-}
+INDEXED = ("spec_bench", "held_out")  # the reports in the model-index
 
 
 def read(path: Path):
@@ -49,6 +46,8 @@ def read(path: Path):
     report = json.loads(text)
     if report.get("promise_broken"):
         raise ValueError(f"{path} has drafted answers that are not the plain ones. That is a bug, not a result.")
+    if report["settings"].get("interrupted"):
+        raise ValueError(f"{path} is of an interrupted run, which left out prompts: make it again, to the end.")
     return report
 
 
@@ -71,7 +70,7 @@ def write_card(text: str, results: Path) -> str:
 
     Raises:
         FileNotFoundError: A file that a block is made of is not there.
-        ValueError: A block has no end or is unknown, or drafted answers in a report are not the plain ones.
+        ValueError: A block has no end or is unknown, a run was interrupted, or drafted answers are not the plain ones.
     """
     markers = MARKER.findall(text)
     begun = [name for side, name in markers if side == "begin"]
@@ -89,8 +88,8 @@ def write_card(text: str, results: Path) -> str:
         return f"{begin}\n{block}\n{end}"
 
     card = ModelCard(BLOCK.sub(written, text))
-    measured = {stem: results / f"{stem}.json" for stem in MEASURED_ON}
-    found = [model_index(read(path), stem, MEASURED_ON[stem]) for stem, path in measured.items() if path.is_file()]
+    paths = [results / f"{stem}.json" for stem in INDEXED]
+    found = [model_index(read(path), path.stem) for path in paths if path.is_file()]
     card.data.eval_results = sum(found, [])
     card.data.model_name = f"P-EAGLE for {card.data.base_model.split('/')[-1]}"
     return str(card)

@@ -132,6 +132,18 @@ def test_the_badge_is_computed(engine, monkeypatch):
     assert 'class="verdict differ">✗ outputs differ from new token 1 on<' in page and "identical" not in page
 
 
+def test_an_answer_of_one_token_has_no_pace(engine):
+    """Sampled answers may differ in length: either column may stop at once."""
+    _, page, turns, _ = states(engine)[-1]
+    assert re.search(r"\d\.\d\dx plain, in this one run", page)
+    for way in app.WAYS:
+        turn = app.Turn("Hello", ("plain", "drafted"), 0.8, "float32", dict(turns[-1].answers))
+        turn.answers[way] = states(engine, max_tokens=1)[-1][2][-1].answers[way]
+        page = turn.html()
+        assert len(turn.answers[way].ids) == 1 and "<b>–</b> tokens/s · 1 tokens" in page
+        assert "x plain" not in page and "<b>0.0</b>" not in page
+
+
 def test_an_answer_that_is_only_longer_differs():
     turn = app.Turn("Hello", ("plain", "drafted"), 0.0, "bfloat16")
     for way, count in (("plain", 2), ("drafted", 3)):

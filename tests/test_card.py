@@ -1,17 +1,23 @@
 """README has the numbers of the files in `results/`, and nothing else between its markers."""
 
-import copy
 import json
 import re
 import shutil
 import sys
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 from huggingface_hub import ModelCard
+from test_report import rounds, run, steps
 
 from card_peagle import BLOCK, BLOCKS, main, write_card
+from configuration_peagle import PEagleConfig
+from data.prompts import overlap
 from environment_peagle import environment
+from evaluate_peagle import EvaluationArguments, Way
+from report_peagle import summarize_ways
 
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -123,71 +129,67 @@ def test_the_model_index_has_the_totals_of_the_report():
 
 MACHINE = {"cpu": "Some CPU", "gpu": None, "threads": 2, "dtype": "float32", "load_warning": None}
 MACHINE |= {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.24.0"}
-SETTINGS = {
-    "command": "python evaluate_peagle.py --made up",
-    "prepack": True,
-    "temperature": 0.0,
-    "max_new_tokens": 128,
-}
+DRAFTER = SimpleNamespace(name_or_path="drafter", config=PEagleConfig.from_pretrained(ROOT))
+NAMES = ["stock", "plain", "lookup:5", "chain:2+lookup:10", "chain:4", "tree:15", "tree:31", "auto", "sequential:3"]
+SETTINGS = {"command": "python evaluate_peagle.py --made up", "prepack": True}
 
 
-def numbers(tau, pace, over_plain, over_stock, **others):
-    drafts = {"joint": [0.5, 0.25, None], "round_ms": 60.0, "draft_ms": 5.0, "verify_ms": 50.0, "host_ms": 5.0}
-    ends = {"tau": [tau - 0.125, tau + 0.125], "speed_up": [over_plain - 0.25, over_plain + 0.25]} if tau else {}
-    speeds = {"speed_up": over_plain, "speed_up_over_stock": over_stock, "tokens_per_second": pace}
-    row = {"tau": tau, "end_to_end_tokens_per_second": pace / 2, "identical": 0.5, "break_even": None}
-    return row | speeds | drafts | {"intervals": ends} | others
+def report(taus=((1, 2), (2, 3), (2, 5), (4, 4)), categories=("chat", "maths", "maths", "maths"), names=NAMES, **made):
+    """What evaluate_peagle.py makes of known rounds, of which `taus` has the tokens, one tuple for each prompt. Plain
+    decoding gives 11 tokens a second, and every way one more than that before it in `NAMES`."""
+    args = EvaluationArguments(ways=names, sequential_drafter="other" if "sequential:3" in names else None, **made)
+    ways = [Way.named(name, args, DRAFTER, DRAFTER) for name in names]
+    prompts = [{"id": f"p{n}", "category": category} for n, category in enumerate(categories)]
+    runs = []
+    for n, emitted in enumerate(taus):
+        answers = {}
+        for way in ways:
+            pace, stats = 10 + NAMES.index(way.name), rounds(*emitted) if way.depth else steps(sum(emitted))
+            answers[way.name] = run(sum(emitted) / pace, stats, identical=n != 2)
+        runs.append({"prompt": n, "answers": answers})
+    settings = asdict(args) | SETTINGS
+    whole = {"settings": settings, "environment": MACHINE, "overlap": {"count": 3, "conversations": 1475}}
+    return json.loads(json.dumps(whole | {"ways": summarize_ways(ways, runs, prompts), "promise_broken": False}))
 
 
-def report():
-    """A report of all ways with two categories of two prompts, where everything is another number."""
-    ways = {}
-    depths = {"stock": 0, "plain": 0, "lookup": 10, "chain:4": 4, "tree:15": 8, "auto": 8, "sequential": 4}
-    for i, (name, depth) in enumerate(depths.items()):
-        tau = 1 + i / 4 if depth else None
-        total = numbers(tau, 10.0 + i, 1 + i / 16, 1 + i / 8, break_even={"needed_tau": 1 + i / 2} if depth else None)
-        total["geometric_mean"] = {"speed_up": 1 + i / 32, "speed_up_over_stock": 1 + i / 64, "intervals": {}}
-        total["worst_category"] = {"name": "maths", "speed_up": 0.5 + i / 100}
-        kinds = {
-            kind: numbers(tau and tau + j, 20.0, 2.0 + i + j, 3.0 + i + j) for j, kind in enumerate(("chat", "maths"))
-        }
-        prompts = [{"id": str(n), "category": "maths" if n else "chat", "identical": float(n != 2)} for n in range(4)]
-        sizes = {"depth": depth, "nodes": 15 if "tree" in name else None}
-        ways[name] = sizes | {"total": total, "categories": kinds, "prompts": prompts}
-    made = {"settings": SETTINGS, "environment": MACHINE, "overlap": {"count": 3, "conversations": 1475}}
-    return copy.deepcopy(made | {"ways": ways, "promise_broken": False})
-
-
-def write(folder, **changes):
-    (folder / "spec_bench.json").write_text(json.dumps(report() | changes))
+def write(folder, made=None, **changes):
+    (folder / "spec_bench.json").write_text(json.dumps((made or report()) | changes))
     return folder
 
 
 def test_every_way_stands_beside_the_others(tmp_path):
     block = alone("spec_bench", write(tmp_path))
     ways = rows(block)
-    assert [row[0] for row in ways[:7]] == [
+    assert [row[0] for row in ways[:9]] == [
         "stock plain",
         "prepacked plain",
-        "prompt lookup",
+        "prompt lookup of 5",
+        "chain, K = 2, with prompt lookup of 10",
         "chain, K = 4",
         "tree, N = 15",
+        "tree, N = 31",
         "`auto`, the default",
-        "sequential drafter, K = 4",
+        "sequential drafter, K = 3",
     ]
-    assert ways[1] == ["prepacked plain", "–", "11.0", "5.50", "1.06x", "1.12x", "3 of 4"]
-    assert ways[4] == [
+    # 23 tokens of decoding, and in each of 4 answers a first one after half a second.
+    assert ways[1] == ["prepacked plain", "1.00 (1.00 to 1.00)", "11.0", "6.60", *ways[1][4:]]
+    assert ways[1][4:] == ["1.00x (1.00 to 1.00)", "1.10x (1.10 to 1.10)", "3 of 4"]
+    low, high = report()["ways"]["tree:15"]["total"]["intervals"]["tau"]
+    assert 1.5 <= low < 23 / 8 < high <= 4
+    assert ways[5] == [
         "tree, N = 15",
-        "2.00 (1.88 to 2.12)",
-        "14.0",
-        "7.00",
-        "1.25x (1.00 to 1.50)",
-        "1.50x",
+        f"2.88 ({low:.2f} to {high:.2f})",
+        "15.0",
+        "7.64",
+        "1.36x (1.36 to 1.36)",
+        "1.50x (1.50 to 1.50)",
         "3 of 4",
     ]
-    # What rounds take is told of drafters.
-    assert [row[0] for row in ways[7:]] == [row[0] for row in ways[3:7]]
-    assert ways[8] == ["tree, N = 15", "50% / 25% / –", "60.0", "50.0", "5.0", "5.0", "3.00"]
+    # What rounds take is told of drafters; of the 8 first drafts 7 were kept, of the second 4, then 3 and 1.
+    assert [row[0] for row in ways[9:]] == [row[0] for row in ways[4:9]]
+    kept = "88% / 50% / 38% / 12%"
+    pays = report()["ways"]["tree:15"]["total"]["break_even"]["needed_tau"]
+    assert ways[10] == ["tree, N = 15", kept, "191.7", "20.0", "10.0", "161.7", f"{pays:.2f}"]
     assert "4 prompts, up to 128 new tokens each, greedy; 3 of them overlap the 1,475 training conversations" in block
     assert block.rstrip().endswith(
         "```bash\npython evaluate_peagle.py --made up\n```\n\n"
@@ -199,16 +201,15 @@ def test_categories_stand_above_their_mean(tmp_path):
     block = alone("spec_bench_categories", write(tmp_path))
     first, second, mean = rows(block)
     assert first[:2] == ["chat", "1"] and second[:2] == ["maths", "3"] and mean[1] == "4"
-    # Tau of the chain, the tree and auto, and what auto gains.
-    assert second[2:] == [
-        "2.75 (2.62 to 2.88)",
-        "3.00 (2.88 to 3.12)",
-        "3.25 (3.12 to 3.38)",
-        "8.00x (7.75 to 8.25)",
-        "9.00x",
-    ]
-    assert mean[2].startswith("1.75 ") and mean[-2:] == ["1.16x", "1.08x"]
-    assert "least in maths: 0.55x" in block
+    heads = [f"tau, {way}" for way in ("chain, K = 4", "tree, N = 15", "tree, N = 31", "`auto`, the default")]
+    gains = ["`auto` over prepacked plain", "`auto` over stock plain"]
+    assert f"| {' | '.join(['category', 'prompts', *heads, *gains])} |" in block
+    # 3 tokens of 2 rounds, 20 of 6, and 23 of 8; one prompt has no intervals.
+    assert first[2:] == ["1.50"] * 4 + ["1.55x", "1.70x"]
+    assert [cell.split(" (")[0] for cell in second[2:]] == ["3.33"] * 4 + ["1.55x", "1.70x"]
+    assert all(" to " in cell for cell in second[2:])
+    assert [cell.split(" (")[0] for cell in mean[2:]] == ["2.88"] * 4 + ["1.55x", "1.70x"]
+    assert "least in chat: 1.55x" in block
 
 
 @pytest.mark.parametrize(
@@ -222,18 +223,91 @@ def test_times_of_a_disturbed_machine_are_called_so(reason, tmp_path):
         return [result.metric_type for result in ModelCard(card).data.eval_results]
 
     assert "not to be trusted" not in alone("spec_bench", write(tmp_path))
-    assert speeds(tmp_path) == ["tau", "speed_up"] * 3
+    assert speeds(tmp_path) == ["tau", "speed_up"] * 4
     write(tmp_path, environment=MACHINE | reason)
     for name in ("spec_bench", "spec_bench_categories"):
         assert "busy, do not**." in alone(name, tmp_path) and "The times are not to be trusted" in alone(
             name, tmp_path
         )
-    assert speeds(tmp_path) == ["tau"] * 3
+    assert speeds(tmp_path) == ["tau"] * 4
+
+
+def test_answers_of_one_token_have_no_speed(tmp_path):
+    """Nothing was decoded after it, so neither tau nor pace is known, here of the one chat."""
+    write(tmp_path, report(taus=((), (2, 3), (2, 5), (4, 4))))
+    first, second, mean = rows(alone("spec_bench_categories", tmp_path))
+    assert first == ["chat", "1", *["–"] * 6] and second[-2].startswith("1.55x") and mean[2].startswith("3.33 ")
+    block = alone("spec_bench_categories", tmp_path)
+    for other in ("prepacked", "stock"):
+        assert f"Not in the geometric mean over {other} plain, as no speed-up is known: chat." in block
+    assert "least in maths: 1.55x" in block
+    write(tmp_path, report(taus=((), ()), categories=("chat", "maths")))
+    for name in ("spec_bench", "spec_bench_categories"):
+        assert "None" not in alone(name, tmp_path) and "least in" not in alone(name, tmp_path)
+    assert rows(alone("spec_bench", tmp_path))[1][:2] == ["prepacked plain", "–"]
+    assert not ModelCard(write_card("---\nbase_model: org/target\n---\n", tmp_path)).data.eval_results
+
+
+def test_no_interval_is_shown_of_one_prompt_or_where_the_report_has_none(tmp_path):
+    write(tmp_path, one := report(taus=((2, 3),), categories=("chat",)))
+    assert one["ways"]["auto"]["total"]["intervals"]["tau"] == [2.5, 2.5]  # which says nothing of other prompts
+    for name in ("spec_bench", "spec_bench_categories"):
+        block = alone(name, tmp_path)
+        assert "1 prompt, up to" in block and "2.50" in block and "(2.50" not in block
+        assert "interval" not in block and "x (" not in block
+    made = report()
+    made["ways"]["auto"]["total"]["intervals"] |= {"tau": None, "speed_up": [None, None]}
+    auto = rows(alone("spec_bench", write(tmp_path, made)))[7]
+    assert auto[:2] == ["`auto`, the default", "2.88"] and auto[4] == "1.55x" and " to " in auto[5]
+
+
+def test_categories_without_auto_are_refused_in_words(tmp_path):
+    write(tmp_path, report(names=["plain", "chain:4"]))
+    assert rows(alone("spec_bench", tmp_path))[1][0] == "chain, K = 4"
+    with pytest.raises(ValueError, match="No way `auto`.*--made up.*measure again with `auto`"):
+        alone("spec_bench_categories", tmp_path)
 
 
 def test_a_report_of_other_answers_makes_no_card(tmp_path):
     with pytest.raises(ValueError, match="spec_bench.json.*a bug"):
         alone("spec_bench", write(tmp_path, promise_broken=True))
+
+
+def test_a_report_of_an_interrupted_run_makes_no_card(tmp_path):
+    made = report()
+    for interrupted in (False, True):
+        made["settings"]["interrupted"] = interrupted
+        write(tmp_path, made)
+        if interrupted:
+            for name in ("spec_bench", "spec_bench_categories"):
+                with pytest.raises(ValueError, match="spec_bench.json is of an interrupted run.*make it again"):
+                    alone(name, tmp_path)
+            with pytest.raises(ValueError, match="interrupted"):  # nor does it enter the model-index
+                write_card("---\nbase_model: org/target\n---\n", tmp_path)
+        else:
+            assert "4 prompts" in alone("spec_bench", tmp_path)
+
+
+def test_the_model_index_says_of_the_prompts_what_the_report_does(tmp_path):
+    def names(**made):
+        card = write_card("---\nbase_model: org/target\n---\n", write(tmp_path, report(**made)))
+        return {result.dataset_name for result in ModelCard(card).data.eval_results}
+
+    assert names(prompts="data/odd.jsonl") == {"odd.jsonl, 4 prompts"}
+    assert names(prompts="even.jsonl", per_category=3) == {"even.jsonl, 4 prompts, at most 3 of each category"}
+    assert names(held_out_file="chats.jsonl") == {"held-out chats of the target's own"}
+
+
+def test_the_blocks_say_how_many_prompts_training_has_seen(tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    said = [[{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}] for text in "abc"]
+    chats.write_text("\n".join(json.dumps({"messages": chat}) for chat in said))
+    asked = [{"id": text, "messages": [{"role": "user", "content": text}]} for text in "abxy"]
+    for prompts, count in ((asked, 2), (asked[2:], 0)):
+        write(tmp_path, overlap=overlap(prompts, [str(chats)], 0.0))
+        for name in ("spec_bench", "spec_bench_categories"):
+            assert f"greedy; {count} of them overlap the 3 training conversations" in alone(name, tmp_path)
+    assert "overlap" not in alone("spec_bench", write(tmp_path, overlap=None))  # nobody looked
 
 
 # ---- what training and the benchmarks write -------------------------------------------------------------------------
