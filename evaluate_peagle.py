@@ -18,6 +18,7 @@ import sys
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -164,7 +165,7 @@ class Watch(BaseStreamer):
 
     def __init__(self, target, show: TextStreamer | None = None):
         self.target, self.show, self.shown = target, show, 0.0
-        self.puts, self.drafts, self.forward_seconds = [], [], []
+        self.puts, self.times, self.drafts, self.forward_seconds = [], [], [], []
 
     def __enter__(self):
         before = self.target.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -186,6 +187,7 @@ class Watch(BaseStreamer):
     def put(self, value):
         now = time.perf_counter()
         self.puts.append(value.flatten().tolist())
+        self.times.append(now - self.shown)
         if len(self.puts) == 2:  # the first ones are the prompt
             self.first = now
         if len(self.puts) > 1 and self.show is not None:
@@ -199,6 +201,10 @@ class Watch(BaseStreamer):
         self.memory = peak_memory(self.target.device)
         if self.show is not None:
             self.show.end()
+
+    def round_seconds(self, puts: list[int]) -> list[float]:
+        """What each round took, of which so many `puts` came: from the last of the round before to its own last one."""
+        return [end - start for start, end in pairwise(self.times[i] for i in accumulate(puts, initial=1))]
 
     def rounds(self) -> DecodingStats:
         """What happened in a call without a drafter, where each forward puts what it emits at once."""
@@ -214,7 +220,7 @@ def answer(target, way: Way, input_ids: list[int], seed: int, prepacked=None, sh
     """Answer `input_ids` in one way; `show` gets the text, and the way `stock` needs the [`Prepacked`] of the target.
 
     Returns the new `tokens` (list[int]), how many of them were `decoded` after the first came, `prefill_seconds` and
-    `decode_seconds`, `memory` (bytes) and the `stats` of the rounds.
+    `decode_seconds`, `memory` (bytes), the `stats` of the rounds and the `round_seconds` of each.
     """
     prompt = torch.tensor([input_ids], device=target.device)
     options |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True} | way.options
@@ -224,7 +230,10 @@ def answer(target, way: Way, input_ids: list[int], seed: int, prepacked=None, sh
     tokens = output.sequences[0, len(input_ids) :].tolist()
     run = {"tokens": tokens, "decoded": len(tokens) - len(watch.puts[1]), "memory": watch.memory}
     run |= {"prefill_seconds": watch.prefill_seconds, "decode_seconds": watch.decode_seconds}
-    return run | {"stats": output.stats if way.drafter is not None else watch.rounds()}
+    stats = watch.rounds() if way.drafter is None else output.stats
+    # Our loop puts one token at a time, the others all of a round.
+    puts = [1] * len(stats.emitted) if way.drafter is None else stats.emitted
+    return run | {"stats": stats, "round_seconds": watch.round_seconds(puts)}
 
 
 def parting(target, input_ids: list[int], plain: list[int], drafted: list[int]) -> dict:

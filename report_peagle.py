@@ -38,7 +38,8 @@ def counts_of(runs: list[dict], depth: int) -> dict:
     """Sums over the answers to one prompt in one way; lists are by depth. `drafting_` is of the rounds that drafted alone."""
     stats = sum((run["stats"] for run in runs), DecodingStats())
     kept = [stats.depth_counts(d) for d in range(depth)]
-    times = zip(stats.nodes, stats.emitted, stats.draft_times, stats.verify_times)
+    seconds = [each for run in runs for each in run["round_seconds"]]
+    times = zip(stats.nodes, stats.emitted, stats.draft_times, stats.verify_times, seconds)
     drafting = [row for row in times if row[0] or row[2]]
     prefill, decode = (sum(run[f"{part}_seconds"] for run in runs) for part in ("prefill", "decode"))
     return {
@@ -59,6 +60,7 @@ def counts_of(runs: list[dict], depth: int) -> dict:
         "drafting_emitted": sum(row[1] for row in drafting),
         "drafting_draft_seconds": sum(row[2] for row in drafting),
         "drafting_verify_seconds": sum(row[3] for row in drafting),
+        "drafting_host_seconds": sum(row[4] - row[2] - row[3] for row in drafting),
         "identical": math.nan if None in (same := [run["identical"] for run in runs]) else float(all(same)),
         "memory": max(run["memory"] for run in runs),
     }
@@ -126,8 +128,7 @@ def summarize(own: dict, baselines: dict[str, dict | None]) -> dict:
     found |= {name: total[name] for name in ("answers", "tokens", "decoded", "rounds", "drafting_rounds")}
     if rounds := total["drafting_rounds"]:
         plain = 1000 / tokens_per_second(baselines[""]["decoded"], baselines[""]["decode_seconds"])
-        parts = {f"{part}_ms": 1000 * total[f"drafting_{part}_seconds"] / rounds for part in ("verify", "draft")}
-        parts |= {"host_ms": found["host_ms"]}
+        parts = {f"{part}_ms": 1000 * total[f"drafting_{part}_seconds"] / rounds for part in ("verify", "draft", "host")}
         needed = {"needed_tau": sum(parts.values()) / plain, "plain_ms": plain}
         found["break_even"] = {"tau": total["drafting_emitted"] / rounds} | parts | needed
     return found

@@ -169,6 +169,8 @@ def test_forwards_are_those_the_target_made(target, drafter, prompts):
         run = answer_in(target, drafter, name, prompts[0]["input_ids"])
         assert len(calls) == 1 + len(run["stats"].emitted)
         assert sum(run["stats"].emitted) == run["decoded"]
+        assert len(run["round_seconds"]) == len(run["stats"].emitted)
+        assert 0 < sum(run["round_seconds"]) <= run["decode_seconds"] and min(run["round_seconds"]) > 0
         assert max(run["stats"].drafted) == {"plain": 0, "lookup": 10, "chain:3": 3, "tree:4": 4}[name]
     handle.remove()
 
@@ -273,6 +275,7 @@ def test_the_clock_runs_from_the_call_and_stops_while_text_is_shown(target, monk
                 watch.put(torch.tensor([4]))
             clock.now += 0.5
             watch.end()
+        assert watch.round_seconds([1, 1]) == pytest.approx([1.0, 1.0]) and watch.round_seconds([2]) == [2.0]
         assert (watch.prefill_seconds, watch.decode_seconds) == pytest.approx((31.0, 2.5))
 
 
