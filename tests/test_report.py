@@ -144,7 +144,11 @@ def test_categories_have_intervals_from_three_prompts_on():
     assert parts["a"]["speed_up"] == pytest.approx(2) and parts["b"]["speed_up"] == pytest.approx(0.5)
     means = total["geometric_mean"]
     assert means["speed_up"] == pytest.approx(1) and means["speed_up_over_stock"] == pytest.approx(2)
-    assert "intervals" not in means and total["worst_category"] == {"name": "b", "speed_up": pytest.approx(0.5)}
+    assert "intervals" not in means and total["worst_category"] == {
+        "name": "b",
+        "speed_up": pytest.approx(0.5),
+        "speed_up_over_stock": pytest.approx(1),
+    }
 
 
 def test_the_mean_of_categories_has_an_interval_where_they_do():
@@ -182,7 +186,7 @@ def report_of(ways, **machine):
 
 @pytest.mark.parametrize(
     "speed, count, words",
-    [(0.8, 4, "slower"), (1.25, 4, "faster"), (1.0, 4, "no clear"), (1.25, 2, "too few prompts")],
+    [(0.8, 4, "slower than plain"), (1.25, 4, "faster"), (1.0, 4, "no clear"), (1.25, 2, "too few prompts")],
 )
 def test_the_verdict_is_plain(capsys, speed, count, words):
     given = (
@@ -196,6 +200,19 @@ def test_the_verdict_is_plain(capsys, speed, count, words):
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("chain: ")]
     assert "of prepacked plain decoding" in line and "with reading the prompt" in line
     assert line.endswith(words) or words in line and words.startswith(("no", "too"))
+
+
+@pytest.mark.parametrize(
+    "plain, stock, words", [(2, 0.8, "slower than stock"), (2, 1, "no clear difference"), (2, 4, "faster")]
+)
+def test_faster_is_what_is_so_over_stock_as_well(capsys, plain, stock, words):
+    """By so many times plain and stock are slower than the chain; of stock's pace, prompts differ by half where it is 1."""
+    given = answers(*[2] * 10, speed=plain)
+    for each, factor in zip(given, [stock * 0.5, stock * 1.5] * 5 if stock == 1 else [stock] * 10):
+        each["stock"] = run(factor * each["chain"]["decode_seconds"], steps(20))
+    print_table(report_of(summary(*given, ways=(PLAIN, STOCK, CHAIN))))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("chain: ")]
+    assert line.endswith(words)
 
 
 def test_a_disturbed_run_gives_no_verdict(capsys, tmp_path):
