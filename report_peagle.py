@@ -80,17 +80,32 @@ def ratios(own: dict, baselines: dict[str, dict | None]) -> dict:
     """What an interval belongs to, from columns `(..., prompts)` of one way and, by suffix, of what it is compared with.
 
     `joint[d]` is the share of the draft tokens at depth d that were kept; `conditional[d]` is their share among those
-    judged: all before them were kept and no stop came first.
+    judged: all before them were kept and no stop came first. Speed-ups are of equal work, see [`seconds_of_plain`], so where
+    answers have other lengths they are not the ratio of the tokens per second.
     """
     found = {"tau": acceptance_length(own["emitted"], own["rounds"])}
     kept, tried, judged = (own[name].sum(axis=-1) for name in ("kept", "tried", "judged"))
     found |= {"joint": kept / tried, "conditional": kept / judged}
     for prefix, *pace in (("", "decoded", "decode_seconds"), ("end_to_end_", "tokens", "total_seconds")):
         found[f"{prefix}tokens_per_second"] = tokens_per_second(*(own[name] for name in pace))
+        tokens = baselines[""][pace[0]]
         for suffix, other in baselines.items():
-            both = [columns[name] for columns in (own, other) if other for name in pace]
-            found[f"{prefix}speed_up{suffix}"] = speed_up(*both) if other else None
+            both = [seconds_of_plain(each, baselines[""], bool(prefix)) for each in (own, other) if other]
+            # A prompt that one of them gives no pace for says nothing of the two.
+            work = [np.where(np.isfinite(sum(both)), each, 0) for each in (tokens, *both)] if other else []
+            found[f"{prefix}speed_up{suffix}"] = speed_up(*work[:2], *work[::2]) if other else None
     return found
+
+
+def seconds_of_plain(own: dict, plain: dict, whole: bool) -> np.ndarray:
+    """What a way would have taken for as many tokens as plain's answers have, at its own pace in each prompt: `(..., prompts)`.
+
+    Without the first tokens, or with its own prefill where the `whole` counts. NaN where its answer has no more than these, and
+    thus no pace, but plain's has.
+    """
+    left = np.maximum(plain["tokens"] - (own["tokens"] - own["decoded"]), 0) if whole else plain["decoded"]
+    decoding = np.where(left == 0, 0.0, own["decode_seconds"] * (left / own["decoded"]))
+    return decoding + own["prefill_seconds"] if whole else decoding
 
 
 def plain_numbers(value):

@@ -34,7 +34,7 @@ KNOWN = DecodingStats(drafted=[4, 4, 4, 1], nodes=[4, 4, 4, 1], accepted=[2, 0, 
 def run(seconds, stats, prefill=0.5, **fields):
     decoded = sum(stats.emitted)
     times = {"decode_seconds": seconds, "prefill_seconds": prefill, "decoded": decoded, "memory": 10**9}
-    times["round_seconds"] = [seconds / len(stats.emitted)] * len(stats.emitted)
+    times["round_seconds"] = [seconds / len(stats.emitted) for _ in stats.emitted]
     return {"tokens": [7] * (decoded + 1), "stats": stats, "identical": True} | times | fields
 
 
@@ -111,6 +111,24 @@ def test_totals_are_ratios_of_sums_and_repeats_count():
     assert repeated["prompts"][0]["tau"] == 16 / 12 and repeated["prompts"][0]["answers"] == 2
     second["chain"]["identical"] = False
     assert summarize_ways([PLAIN, CHAIN], runs, [{"id": "p", "category": "a"}])["chain"]["total"]["identical"] == 0
+
+
+def test_speed_ups_are_of_equal_work():
+    """The chain is twice as fast in each prompt, but answers the slow one at length and the fast one with little."""
+    slow = {"plain": run(2.0, steps(2), prefill=1.0), "chain": run(10.0, rounds(*[2] * 10), prefill=1.0)}
+    fast = {"plain": run(2.0, steps(20), prefill=1.0), "chain": run(0.1, rounds(2), prefill=1.0)}
+    single = {"plain": run(8.0, steps(4)), "chain": run(0.0, DecodingStats())}  # one token has no pace
+    ways = summary(slow, fast, single)
+    total = ways["chain"]["total"]
+    assert total["speed_up"] == pytest.approx((2 + 2) / (1 + 1))
+    assert total["end_to_end_speed_up"] == pytest.approx((2 + 2 + 2) / (1 + 1 + 2))
+    assert total["tokens_per_second"] == pytest.approx(22 / 10.1)
+    assert [row["speed_up"] for row in ways["chain"]["prompts"]] == [pytest.approx(2), pytest.approx(2), None]
+    assert ways["plain"]["total"]["speed_up"] == ways["plain"]["total"]["end_to_end_speed_up"] == 1
+    # What came with the prefill need not be decoded.
+    early = run(0.5, rounds(5), prefill=1.0, tokens=[7] * 11)  # 6 tokens, then 5
+    whole = summary({"plain": run(10.0, steps(10), prefill=1.0), "lookup": early}, ways=(PLAIN, Way("lookup", {}, 4)))
+    assert whole["lookup"]["total"]["end_to_end_speed_up"] == pytest.approx(11 / 1.5)
 
 
 # ---- intervals and categories ---------------------------------------------------------------------------------------
