@@ -18,7 +18,8 @@ from metrics.acceptance_length.acceptance_length import acceptance_length
 from metrics.speed_up.speed_up import speed_up, tokens_per_second
 
 
-FEW = 3  # prompts below which a category has no intervals, and the whole no verdict
+FEW = 10  # prompts below which intervals are too narrow: a category has none, and the whole no verdict
+NARROW = ", too narrow with so few prompts"
 SAMPLES = 2000
 BASELINES = {"": "plain", "_over_stock": "stock"}  # what a speed-up is over, by the end of its name
 SPEED_UPS = [f"speed_up{suffix}" for suffix in BASELINES]
@@ -155,7 +156,7 @@ def summarize_ways(ways: list, runs: list[dict], prompts: list[dict]) -> dict:
     """By name of each [`Way`]: the `drafter`, `depth` and `options` of its drafts, and a [`summarize`] of `total`, of each of the
     `categories` and of each of the `prompts`, these with their `id`, `category` and `partings`.
 
-    `total`, and categories of 3 prompts and more, have the `intervals` of the [`ratios`]; `total` has also the
+    `total`, and categories of 10 prompts and more, have the `intervals` of the [`ratios`], `total` None below 2; it has also the
     `geometric_mean` of the categories' speed-ups and the `worst_category`.
     """
     answers = [[run["answers"] for run in runs if run["prompt"] == i] for i in range(len(prompts))]
@@ -185,7 +186,8 @@ def summarize_ways(ways: list, runs: list[dict], prompts: list[dict]) -> dict:
         warnings.filterwarnings("ignore", message="All-NaN")
         for way in ways:
             total, categories, draws = numbers(way.name, np.arange(len(prompts))), {}, []
-            total["intervals"] = intervals(drawn(way.name, np.arange(len(prompts))))
+            several = len(prompts) > 1  # a single one is always drawn, which would look like certainty
+            total["intervals"] = intervals(drawn(way.name, np.arange(len(prompts)))) if several else None
             for category, chosen in members.items():
                 categories[category] = numbers(way.name, chosen)
                 draws.append(drawn(way.name, chosen))
@@ -230,7 +232,7 @@ def number(value: float | None, form: str = ".1f") -> str:
 
 def ranged(row: dict, name: str, unit: str = "x") -> str:
     """A ratio with its interval, as `1.22x (1.14 to 1.30)`."""
-    low, high = row.get("intervals", {}).get(name) or (None, None)
+    low, high = (row.get("intervals") or {}).get(name) or (None, None)
     text = "-" if row[name] is None else f"{row[name]:.2f}{unit}"
     return text if low == high else f"{text} ({low:.2f} to {high:.2f})"
 
@@ -241,7 +243,9 @@ def print_table(report: dict):
     count = len(ways["plain"]["prompts"])
     chosen = f"temperature {settings['temperature']}" if settings["temperature"] else "greedy"
     print(f"\n{settings['target']} in {machine['dtype']}, {chosen}, drafter {settings['drafter']}")
-    print(f"{count} prompts, up to {settings['max_new_tokens']} new tokens; 95% intervals in brackets")
+    print(
+        f"{count} prompts, up to {settings['max_new_tokens']} new tokens; 95% intervals in brackets{NARROW if count < FEW else ''}"
+    )
     drafts = {name: way["options"] for name, way in ways.items() if way["depth"]}
     sizes = (
         " ".join([name, *(f"{SIZES[key]}={each}" for key, each in some.items())]) for name, some in drafts.items()
@@ -275,7 +279,7 @@ def verdict(row: dict, trusted: bool, prompts: int) -> str:
     if prompts < FEW:  # the interval is over prompts
         return "too few prompts to tell"
     ends = {name: row["intervals"][f"speed_up{suffix}"] for suffix, name in BASELINES.items()}
-    ends = {name: each for name, each in ends.items() if each is not None}
+    ends = {name: each for name, each in ends.items() if each and None not in each}
     if slower := [name for name, (_, high) in ends.items() if high < 1]:
         return f"slower than {' and '.join(slower)}"
     return "faster" if all(low > 1 for low, _ in ends.values()) else "no clear difference"
@@ -388,7 +392,8 @@ def plot(report: dict, folder: Path):
         for ax, ((key, label), (xlabel, kinds)) in zip(axes, panels):
             for kind, points in kinds.items():
                 middle = np.array([total[key] for _, total in points], dtype=float)
-                ends = np.array([total["intervals"][key] for _, total in points], dtype=float).T
+                ends = [(total["intervals"] or {}).get(key, (None, None)) for _, total in points]
+                ends = np.array(ends, dtype=float).T
                 ax.errorbar(
                     [size for size, _ in points], middle, abs(ends - middle), marker="o", capsize=3, label=kind
                 )
