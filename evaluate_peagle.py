@@ -20,7 +20,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Callable, Literal
 
 import torch
 from tqdm.auto import tqdm
@@ -30,7 +30,7 @@ from transformers.hf_argparser import HfArg
 
 from data.conversations import read_rows
 from data.prompts import EVAL_FRACTION, load_prompts, overlap
-from decoding_peagle import DecodingStats
+from decoding_peagle import DecodingStats, position_limit
 from environment_peagle import Disturbance, environment, peak_memory
 from inference_peagle import load_drafter
 from prepack_peagle import prepack
@@ -46,6 +46,7 @@ READ, STEPS = 200, 5  # tokens cached before the repeated plain steps, and how m
 # Scores this near are a tie, in units of what the dtype can tell apart at the largest one. Reading a text in one forward or
 # token by token moved the difference of two by up to 1.8 on small random targets of three families and 1.5 on SmolLM2.
 NEAR_TIE = 4
+INTERRUPTED = 130  # exit status, as of a command that Ctrl-C ends
 WAYS, LOOKUP = ("stock", "plain", "lookup", "chain", "tree", "auto"), 10
 NUMBER = r"(:[1-9]\d*)?"
 SPELLING = re.compile(rf"stock|plain|lookup{NUMBER}|(auto|(chain|tree|sequential){NUMBER})(\+lookup{NUMBER})?")
@@ -285,17 +286,38 @@ def plain_steps(target, input_ids: list[int]):
     return step
 
 
+def check_lengths(target, prompts: list[dict], max_new_tokens: int):
+    """ValueError: A prompt and its answer may be longer than the target can read."""
+    limit = position_limit(target)
+    longest = {prompt["id"]: len(prompt["input_ids"]) + max_new_tokens for prompt in prompts}
+    if long := [f"{name} ({length})" for name, length in longest.items() if length > limit]:
+        raise ValueError(
+            f"The target has {limit} positions, but with {max_new_tokens} new tokens these prompts may need more: "
+            f"{', '.join(long)}. Leave them out, or lower --max_new_tokens."
+        )
+
+
 def evaluate(
-    target, tokenizer, drafter, prompts: list[dict], args: EvaluationArguments | None = None, sequential=None
+    target,
+    tokenizer,
+    drafter,
+    prompts: list[dict],
+    args: EvaluationArguments | None = None,
+    sequential=None,
+    save: Callable[[dict], None] | None = None,
 ) -> dict:
     """Answer the `prompts` of `read_prompts` in the ways of `args`, whose paths are not read here; `sequential` is the drafter
-    of the way of that name.
+    of the way of that name. `save` is called with the report.
+
+    Interrupted (Ctrl-C), it reports on the prompts that were answered, with `interrupted` in its `settings`. So it does where
+    an error ends it, which is raised once the report is saved.
 
     Returns numbers and strings only: `settings`, `environment`, `overlap` (None, for the caller to fill), `ways` (see
     [`summarize_ways`]), and `promise_broken`, whether a greedy answer with drafts was another than the plain one and rounding
     does not explain it.
     """
-    args, runs = args or EvaluationArguments(), []
+    args, runs, stopped = args or EvaluationArguments(), [], None
+    check_lengths(target, prompts, args.max_new_tokens)
     drafters = [drafter] if sequential is None else [drafter, sequential]
     machine, disturbance, sampled = environment(target), Disturbance(), bool(args.temperature)
     usual = machine["dtype"] == "float32" and target.device.type == "cpu" and torch.backends.mkldnn.is_available()
@@ -334,20 +356,27 @@ def evaluate(
                         for way in in_turn(ways, turn)
                     }
                     runs.append({"prompt": i, "answers": compared(target, ways, ids, answers, sampled)})
-        except KeyboardInterrupt:
+        except (Exception, KeyboardInterrupt) as error:
             if not runs:
                 raise
+            stopped = error
             prompts = prompts[: runs[-1]["prompt"] + 1]
             print(f"\nInterrupted: the report covers the first {len(prompts)} prompts.")
         machine |= disturbance.report(steps)
         sized = any(way.options.get("draft_tree") == "auto" for way in ways)
         machine["costs"] = asdict(costs_of(target, drafter)) if sized else None
+    used["interrupted"] = stopped is not None
     report = {"settings": asdict(args) | used, "environment": machine, "overlap": None}
     report["ways"] = summarize_ways(ways, runs, prompts)
     # Elsewhere than in greedy float32, rounding may decide a near tie differently.
     partings = [one for way in report["ways"].values() for row in way["prompts"] for one in row["partings"]]
     broken = any(machine["dtype"] == "float32" or not one["near_tie"] for one in partings)
-    return without_folders(report | {"promise_broken": broken})
+    report = without_folders(report | {"promise_broken": broken})
+    if save is not None:
+        save(report)
+    if isinstance(stopped, Exception):
+        raise stopped
+    return report
 
 
 def without_folders(report):
@@ -372,15 +401,18 @@ def main(argv: list[str] | None = None) -> int:
         args.prompts, args.held_out_file, tokenizer, target, args.num_prompts, args.per_category, args.eval_fraction
     )
     shared = overlap(prompts, args.trained_on, args.eval_fraction) if args.trained_on else None
-    report = evaluate(target, tokenizer, drafter, prompts, args, sequential)
-    report["settings"]["command"] = without_folders(shlex.join(["python", "evaluate_peagle.py", *argv]))
-    report["overlap"] = without_folders(shared)
+
+    def save(report: dict):
+        report["settings"]["command"] = without_folders(shlex.join(["python", "evaluate_peagle.py", *argv]))
+        report["overlap"] = without_folders(shared)
+        if args.output:
+            Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
+
+    report = evaluate(target, tokenizer, drafter, prompts, args, sequential, save)
     print_table(report)
-    if args.output:
-        Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
     if args.plots:
         plot(report, Path(args.plots))
-    return int(report["promise_broken"])
+    return 1 if report["promise_broken"] else INTERRUPTED if report["settings"]["interrupted"] else 0
 
 
 if __name__ == "__main__":
@@ -389,4 +421,5 @@ if __name__ == "__main__":
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted")
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

@@ -246,6 +246,8 @@ def print_table(report: dict):
     print(
         f"{count} prompts, up to {settings['max_new_tokens']} new tokens; 95% intervals in brackets{NARROW if count < FEW else ''}"
     )
+    if settings["interrupted"]:
+        print("INTERRUPTED: these are only the prompts that were answered before.")
     drafts = {name: way["options"] for name, way in ways.items() if way["depth"]}
     sizes = (
         " ".join([name, *(f"{SIZES[key]}={each}" for key, each in some.items())]) for name, some in drafts.items()

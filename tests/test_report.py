@@ -189,6 +189,7 @@ SETTINGS = {
     "temperature": 0.0,
     "max_new_tokens": 96,
     "prepack": True,
+    "interrupted": False,
 }
 
 
