@@ -125,7 +125,7 @@ class Way:
 
     @classmethod
     def named(cls, name: str, args: EvaluationArguments, drafter, sequential=None) -> "Way":
-        """ValueError: The drafter was not trained for the depth."""
+        """ValueError: The drafter was not trained for the depth, or that of `sequential` drafts in parallel."""
         kind, size, branch, length = re.fullmatch(r"(\w+):?(\d*)(\+lookup)?:?(\d*)", name).groups()
         if kind in ("stock", "plain"):
             return cls(name)
@@ -133,6 +133,11 @@ class Way:
             return cls(name, {"prompt_lookup_num_tokens": int(size or LOOKUP)}, int(size or LOOKUP), False)
         drafter, auto = sequential if kind == "sequential" else drafter, kind == "auto"
         config = drafter.config
+        if kind == "sequential" and config.parallel_drafting:
+            raise ValueError(
+                f"The way {name} is of a drafter that drafts one token after the other, but {drafter.name_or_path} drafts in "
+                "parallel: give --sequential_drafter another one."
+            )
         depth = args.speculation_depth or (config.sized_depth if auto else config.speculation_depth)
         tree = "auto" if auto else int(size or args.nodes) if kind == "tree" else None
         if tree is None and size:

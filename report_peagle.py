@@ -306,7 +306,7 @@ def print_rounds(ways: dict):
     for name, way in ways.items():
         row, words = way["total"], ""
         parts = "".join(f"{number(row[f'{part}_ms']):>7}" for part in ("round", "verify", "draft", "host"))
-        if pays := row["break_even"]:
+        if (pays := row["break_even"]) and pays["needed_tau"] is not None:
             words = "{tau:.2f} {sign} {needed_tau:.2f} = ({verify_ms:.1f} + {draft_ms:.1f} + {host_ms:.1f}) / {plain_ms:.1f}"
             words = words.format(sign=">" if pays["tau"] > pays["needed_tau"] else "<=", **pays)
             words += f" in {row['drafting_rounds']} of {row['rounds']}"

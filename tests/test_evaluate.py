@@ -74,16 +74,18 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def drafters(target, tokenizer, prompts):
-    """Random drafters that can propose a few of the target's own tokens only, so that they are right now and then."""
+    """Random drafters, parallel and sequential, that can propose a few of the target's own tokens only, so that they are right
+    now and then."""
     counts = Counter()
     for prompt in prompts:
         ids = torch.tensor([prompt["input_ids"]])
         output = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
         counts.update(output[0, ids.shape[1] :].tolist())
     draft_ids = torch.tensor(sorted(token for token, _ in counts.most_common(2)))
-    config = PEagleConfig.for_target(target, tokenizer, mask_token_id=258, draft_vocab_size=2, num_depths=4)
     torch.manual_seed(0)
-    return [PEagleModel.from_target(target, config, draft_ids).eval() for _ in range(2)]
+    sizes = {"mask_token_id": 258, "draft_vocab_size": 2, "num_depths": 4}
+    configs = [PEagleConfig.for_target(target, tokenizer, parallel_drafting=kind, **sizes) for kind in (True, False)]
+    return [PEagleModel.from_target(target, config, draft_ids).eval() for config in configs]
 
 
 @pytest.fixture(scope="module")

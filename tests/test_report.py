@@ -131,6 +131,13 @@ def test_speed_ups_are_of_equal_work():
     assert whole["lookup"]["total"]["end_to_end_speed_up"] == pytest.approx(11 / 1.5)
 
 
+def test_plain_answers_of_one_token_leave_nothing_to_break_even_with(capsys):
+    ways = summary({"plain": run(0.0, DecodingStats()), "chain": run(1.0, rounds(2, 2))})
+    assert ways["chain"]["total"]["break_even"]["needed_tau"] is None
+    print_table(report_of(ways))
+    assert "2.00 >" not in capsys.readouterr().out
+
+
 # ---- intervals and categories ---------------------------------------------------------------------------------------
 
 
