@@ -228,11 +228,13 @@ def test_ways_take_turns_and_repeats_change_the_seed(target, tokenizer, drafter,
         return answer(target, way, ids, seed, prepacked, show, **options)
 
     monkeypatch.setattr(evaluate_peagle, "answer", record)
+    monkeypatch.setattr(evaluate_peagle, "plain_steps", lambda *_: lambda: seen.append("step") or 0.1)
     args = EvaluationArguments(ways=["plain", "chain", "lookup"], repeats=2, seed=5, **QUIET | {"max_new_tokens": 3})
     report = evaluate(target, tokenizer, drafter, prompts[:2], args)
     # The warm-up comes before.
     order = ["plain chain lookup", "lookup chain plain", "chain lookup plain", "plain lookup chain"]
-    assert seen[3:] == [(name, 5 + turn % 2) for turn, names in enumerate(order) for name in names.split()]
+    turns, steps = [[(name, 5 + turn % 2) for name in names.split()] for turn, names in enumerate(order)], ["step"] * 5
+    assert seen[3:] == [*steps, *turns[0], *turns[1], *steps, *turns[2], *turns[3], *steps]
     assert report["ways"]["chain"]["total"]["answers"] == 4 and report["ways"]["chain"]["prompts"][0]["tokens"] == 6
     assert "generate" not in vars(target) and not target._forward_hooks  # as it was
 

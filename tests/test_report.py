@@ -332,7 +332,15 @@ def test_a_quiet_machine_is_trusted(quiet):
     [
         ({"load_average": 2.6}, "other programs asked for 2.1 of 4 cores before the run"),
         ({"busy": 37.0}, "other programs took 12% of the cores during the run"),
-        ({"steps": [0.1, 0.1, 0.13, 0.16, 0.2]}, "the middle half of the repeated plain steps differed by 46%"),
+        ({"steps": [0.1, 0.2, 0.13, 0.16, 0.1]}, "the middle half of the repeated plain steps differed by 46%"),
+        (
+            {"steps": [0.1] * 4 + [0.11] * 6 + [0.12] * 4},
+            "the last third of the repeated plain steps took 1.20 times as long as the first",
+        ),
+        (
+            {"steps": [0.12] * 4 + [0.11] * 6 + [0.1] * 4},
+            "the last third of the repeated plain steps took 0.83 times as long as the first",
+        ),
     ],
 )
 def test_a_disturbed_one_is_not(quiet, disturbed, words):
