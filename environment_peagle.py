@@ -16,8 +16,8 @@ import transformers
 
 ROOT = Path(__file__).resolve().parent
 # Above these, times are not to be trusted: the part of the cores that other programs have asked of late, and that they got
-# during the run; and by how much the middle half of the repeated plain steps may differ.
-MOST_LOAD, MOST_SHARE, MOST_SPREAD = 0.5, 0.1, 0.15
+# during the run; by how much the middle half of the repeated plain steps may differ; and the last third from the first.
+MOST_LOAD, MOST_SHARE, MOST_SPREAD, MOST_DRIFT = 0.5, 0.1, 0.15, 0.15
 
 
 def command_line() -> str:
@@ -65,7 +65,7 @@ class Disturbance:
         self.load = max(0.0, psutil.getloadavg()[0] - min(self.own / 60, torch.get_num_threads()))
         psutil.cpu_percent()  # the next call gives the share since this one
 
-    def reasons(self, share: float = 0.0, spread: float = 0.0) -> list[str]:
+    def reasons(self, share: float = 0.0, spread: float = 0.0, drift: float = 0.0) -> list[str]:
         """Why times are not to be trusted; for the arguments see [`report`]."""
         words = {
             f"other programs asked for {self.load:.1f} of {self.cores} cores before the run": (
@@ -73,6 +73,9 @@ class Disturbance:
             ),
             f"other programs took {share:.0%} of the cores during the run": share > MOST_SHARE,
             f"the middle half of the repeated plain steps differed by {spread:.0%}": spread > MOST_SPREAD,
+            f"the last third of the repeated plain steps took {1 + drift:.2f} times as long as the first": (
+                max(drift, -drift / (1 + drift)) > MOST_DRIFT
+            ),
         }
         return [word for word, present in words.items() if present]
 
@@ -80,13 +83,17 @@ class Disturbance:
         """What was seen since the beginning, given the seconds of equal plain steps all along.
 
         `others_share` is the part of all cores that other programs had; `step_ms` the median step in milliseconds, and
-        `step_spread` by how much of it the middle half of the steps differ; `trusted` tells whether nothing spoke against the
-        times, and `disturbances` (`list[str]`) what did.
+        `step_spread` by how much of it the middle half of the steps differ, and `step_drift` by how much the median of the last
+        third is above that of the first; `trusted` tells whether nothing spoke against the times, and `disturbances`
+        (`list[str]`) what did.
         """
         own = (time.process_time() - self.own) / (time.perf_counter() - self.start) / self.cores
         share = max(0.0, psutil.cpu_percent() / 100 - own)
         low, middle, high = np.quantile(steps, [0.25, 0.5, 0.75]).tolist()
         spread = (high - low) / middle
-        reasons = self.reasons(share, spread)
+        third = max(len(steps) // 3, 1)
+        drift = float(np.median(steps[-third:]) / np.median(steps[:third]) - 1)
+        reasons = self.reasons(share, spread, drift)
         seen = {"load_of_others": self.load, "others_share": share, "step_ms": 1000 * middle, "step_spread": spread}
+        seen["step_drift"] = drift
         return seen | {"trusted": not reasons, "disturbances": reasons}

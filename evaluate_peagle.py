@@ -18,8 +18,9 @@ import sys
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Callable, Literal
 
 import torch
 from tqdm.auto import tqdm
@@ -29,7 +30,7 @@ from transformers.hf_argparser import HfArg
 
 from data.conversations import read_rows
 from data.prompts import EVAL_FRACTION, load_prompts, overlap
-from decoding_peagle import DecodingStats
+from decoding_peagle import DecodingStats, position_limit
 from environment_peagle import Disturbance, environment, peak_memory
 from inference_peagle import load_drafter
 from prepack_peagle import prepack
@@ -41,10 +42,14 @@ from tree_peagle import DraftTree
 
 ROOT = Path(__file__).resolve().parent
 SHOWN = 600  # characters of the prompt, from its end
-READ, STEPS = 200, 5  # tokens cached before the repeated plain steps, and how many are clocked before each prompt
+READ, STEPS = (
+    200,
+    5,
+)  # tokens cached before the repeated plain steps, and how many are clocked before each prompt and behind the last
 # Scores this near are a tie, in units of what the dtype can tell apart at the largest one. Reading a text in one forward or
 # token by token moved the difference of two by up to 1.8 on small random targets of three families and 1.5 on SmolLM2.
 NEAR_TIE = 4
+INTERRUPTED = 130  # exit status, as of a command that Ctrl-C ends
 WAYS, LOOKUP = ("stock", "plain", "lookup", "chain", "tree", "auto"), 10
 NUMBER = r"(:[1-9]\d*)?"
 SPELLING = re.compile(rf"stock|plain|lookup{NUMBER}|(auto|(chain|tree|sequential){NUMBER})(\+lookup{NUMBER})?")
@@ -123,7 +128,7 @@ class Way:
 
     @classmethod
     def named(cls, name: str, args: EvaluationArguments, drafter, sequential=None) -> "Way":
-        """ValueError: The drafter was not trained for the depth."""
+        """ValueError: The drafter was not trained for the depth, or that of `sequential` drafts in parallel."""
         kind, size, branch, length = re.fullmatch(r"(\w+):?(\d*)(\+lookup)?:?(\d*)", name).groups()
         if kind in ("stock", "plain"):
             return cls(name)
@@ -131,6 +136,11 @@ class Way:
             return cls(name, {"prompt_lookup_num_tokens": int(size or LOOKUP)}, int(size or LOOKUP), False)
         drafter, auto = sequential if kind == "sequential" else drafter, kind == "auto"
         config = drafter.config
+        if kind == "sequential" and config.parallel_drafting:
+            raise ValueError(
+                f"The way {name} is of a drafter that drafts one token after the other, but {drafter.name_or_path} drafts in "
+                "parallel: give --sequential_drafter another one."
+            )
         depth = args.speculation_depth or (config.sized_depth if auto else config.speculation_depth)
         tree = "auto" if auto else int(size or args.nodes) if kind == "tree" else None
         if tree is None and size:
@@ -164,7 +174,7 @@ class Watch(BaseStreamer):
 
     def __init__(self, target, show: TextStreamer | None = None):
         self.target, self.show, self.shown = target, show, 0.0
-        self.puts, self.drafts, self.forward_seconds = [], [], []
+        self.puts, self.times, self.drafts, self.forward_seconds = [], [], [], []
 
     def __enter__(self):
         before = self.target.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -186,6 +196,7 @@ class Watch(BaseStreamer):
     def put(self, value):
         now = time.perf_counter()
         self.puts.append(value.flatten().tolist())
+        self.times.append(now - self.shown)
         if len(self.puts) == 2:  # the first ones are the prompt
             self.first = now
         if len(self.puts) > 1 and self.show is not None:
@@ -199,6 +210,10 @@ class Watch(BaseStreamer):
         self.memory = peak_memory(self.target.device)
         if self.show is not None:
             self.show.end()
+
+    def round_seconds(self, puts: list[int]) -> list[float]:
+        """What each round took, of which so many `puts` came: from the last of the round before to its own last one."""
+        return [end - start for start, end in pairwise(self.times[i] for i in accumulate(puts, initial=1))]
 
     def rounds(self) -> DecodingStats:
         """What happened in a call without a drafter, where each forward puts what it emits at once."""
@@ -214,7 +229,7 @@ def answer(target, way: Way, input_ids: list[int], seed: int, prepacked=None, sh
     """Answer `input_ids` in one way; `show` gets the text, and the way `stock` needs the [`Prepacked`] of the target.
 
     Returns the new `tokens` (list[int]), how many of them were `decoded` after the first came, `prefill_seconds` and
-    `decode_seconds`, `memory` (bytes) and the `stats` of the rounds.
+    `decode_seconds`, `memory` (bytes), the `stats` of the rounds and the `round_seconds` of each.
     """
     prompt = torch.tensor([input_ids], device=target.device)
     options |= {"attention_mask": torch.ones_like(prompt), "return_dict_in_generate": True} | way.options
@@ -224,7 +239,10 @@ def answer(target, way: Way, input_ids: list[int], seed: int, prepacked=None, sh
     tokens = output.sequences[0, len(input_ids) :].tolist()
     run = {"tokens": tokens, "decoded": len(tokens) - len(watch.puts[1]), "memory": watch.memory}
     run |= {"prefill_seconds": watch.prefill_seconds, "decode_seconds": watch.decode_seconds}
-    return run | {"stats": output.stats if way.drafter is not None else watch.rounds()}
+    stats = watch.rounds() if way.drafter is None else output.stats
+    # Our loop puts one token at a time, the others all of a round.
+    puts = [1] * len(stats.emitted) if way.drafter is None else stats.emitted
+    return run | {"stats": stats, "round_seconds": watch.round_seconds(puts)}
 
 
 def parting(target, input_ids: list[int], plain: list[int], drafted: list[int]) -> dict:
@@ -276,17 +294,38 @@ def plain_steps(target, input_ids: list[int]):
     return step
 
 
+def check_lengths(target, prompts: list[dict], max_new_tokens: int):
+    """ValueError: A prompt and its answer may be longer than the target can read."""
+    limit = position_limit(target)
+    longest = {prompt["id"]: len(prompt["input_ids"]) + max_new_tokens for prompt in prompts}
+    if long := [f"{name} ({length})" for name, length in longest.items() if length > limit]:
+        raise ValueError(
+            f"The target has {limit} positions, but with {max_new_tokens} new tokens these prompts may need more: "
+            f"{', '.join(long)}. Leave them out, or lower --max_new_tokens."
+        )
+
+
 def evaluate(
-    target, tokenizer, drafter, prompts: list[dict], args: EvaluationArguments | None = None, sequential=None
+    target,
+    tokenizer,
+    drafter,
+    prompts: list[dict],
+    args: EvaluationArguments | None = None,
+    sequential=None,
+    save: Callable[[dict], None] | None = None,
 ) -> dict:
     """Answer the `prompts` of `read_prompts` in the ways of `args`, whose paths are not read here; `sequential` is the drafter
-    of the way of that name.
+    of the way of that name. `save` is called with the report.
+
+    Interrupted (Ctrl-C), it reports on the prompts that were answered, with `interrupted` in its `settings`. So it does where
+    an error ends it, which is raised once the report is saved.
 
     Returns numbers and strings only: `settings`, `environment`, `overlap` (None, for the caller to fill), `ways` (see
     [`summarize_ways`]), and `promise_broken`, whether a greedy answer with drafts was another than the plain one and rounding
     does not explain it.
     """
-    args, runs = args or EvaluationArguments(), []
+    args, runs, stopped = args or EvaluationArguments(), [], None
+    check_lengths(target, prompts, args.max_new_tokens)
     drafters = [drafter] if sequential is None else [drafter, sequential]
     machine, disturbance, sampled = environment(target), Disturbance(), bool(args.temperature)
     usual = machine["dtype"] == "float32" and target.device.type == "cpu" and torch.backends.mkldnn.is_available()
@@ -325,20 +364,28 @@ def evaluate(
                         for way in in_turn(ways, turn)
                     }
                     runs.append({"prompt": i, "answers": compared(target, ways, ids, answers, sampled)})
-        except KeyboardInterrupt:
+            steps += [step() for _ in range(STEPS)]
+        except (Exception, KeyboardInterrupt) as error:
             if not runs:
                 raise
+            stopped = error
             prompts = prompts[: runs[-1]["prompt"] + 1]
             print(f"\nInterrupted: the report covers the first {len(prompts)} prompts.")
         machine |= disturbance.report(steps)
         sized = any(way.options.get("draft_tree") == "auto" for way in ways)
         machine["costs"] = asdict(costs_of(target, drafter)) if sized else None
+    used["interrupted"] = stopped is not None
     report = {"settings": asdict(args) | used, "environment": machine, "overlap": None}
     report["ways"] = summarize_ways(ways, runs, prompts)
     # Elsewhere than in greedy float32, rounding may decide a near tie differently.
     partings = [one for way in report["ways"].values() for row in way["prompts"] for one in row["partings"]]
     broken = any(machine["dtype"] == "float32" or not one["near_tie"] for one in partings)
-    return without_folders(report | {"promise_broken": broken})
+    report = without_folders(report | {"promise_broken": broken})
+    if save is not None:
+        save(report)
+    if isinstance(stopped, Exception):
+        raise stopped
+    return report
 
 
 def without_folders(report):
@@ -363,15 +410,18 @@ def main(argv: list[str] | None = None) -> int:
         args.prompts, args.held_out_file, tokenizer, target, args.num_prompts, args.per_category, args.eval_fraction
     )
     shared = overlap(prompts, args.trained_on, args.eval_fraction) if args.trained_on else None
-    report = evaluate(target, tokenizer, drafter, prompts, args, sequential)
-    report["settings"]["command"] = without_folders(shlex.join(["python", "evaluate_peagle.py", *argv]))
-    report["overlap"] = without_folders(shared)
+
+    def save(report: dict):
+        report["settings"]["command"] = without_folders(shlex.join(["python", "evaluate_peagle.py", *argv]))
+        report["overlap"] = without_folders(shared)
+        if args.output:
+            Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
+
+    report = evaluate(target, tokenizer, drafter, prompts, args, sequential, save)
     print_table(report)
-    if args.output:
-        Path(args.output).write_text(json.dumps(report, indent=2) + "\n")
     if args.plots:
         plot(report, Path(args.plots))
-    return int(report["promise_broken"])
+    return 1 if report["promise_broken"] else INTERRUPTED if report["settings"]["interrupted"] else 0
 
 
 if __name__ == "__main__":
@@ -380,4 +430,5 @@ if __name__ == "__main__":
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("interrupted")
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)

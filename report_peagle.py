@@ -18,7 +18,8 @@ from metrics.acceptance_length.acceptance_length import acceptance_length
 from metrics.speed_up.speed_up import speed_up, tokens_per_second
 
 
-FEW = 3  # prompts below which a category has no intervals, and the whole no verdict
+FEW = 10  # prompts below which intervals are too narrow: a category has none, and the whole no verdict
+NARROW = ", too narrow with so few prompts"
 SAMPLES = 2000
 BASELINES = {"": "plain", "_over_stock": "stock"}  # what a speed-up is over, by the end of its name
 SPEED_UPS = [f"speed_up{suffix}" for suffix in BASELINES]
@@ -38,7 +39,8 @@ def counts_of(runs: list[dict], depth: int) -> dict:
     """Sums over the answers to one prompt in one way; lists are by depth. `drafting_` is of the rounds that drafted alone."""
     stats = sum((run["stats"] for run in runs), DecodingStats())
     kept = [stats.depth_counts(d) for d in range(depth)]
-    times = zip(stats.nodes, stats.emitted, stats.draft_times, stats.verify_times)
+    seconds = [each for run in runs for each in run["round_seconds"]]
+    times = zip(stats.nodes, stats.emitted, stats.draft_times, stats.verify_times, seconds)
     drafting = [row for row in times if row[0] or row[2]]
     prefill, decode = (sum(run[f"{part}_seconds"] for run in runs) for part in ("prefill", "decode"))
     return {
@@ -59,6 +61,7 @@ def counts_of(runs: list[dict], depth: int) -> dict:
         "drafting_emitted": sum(row[1] for row in drafting),
         "drafting_draft_seconds": sum(row[2] for row in drafting),
         "drafting_verify_seconds": sum(row[3] for row in drafting),
+        "drafting_host_seconds": sum(row[4] - row[2] - row[3] for row in drafting),
         "identical": math.nan if None in (same := [run["identical"] for run in runs]) else float(all(same)),
         "memory": max(run["memory"] for run in runs),
     }
@@ -78,17 +81,32 @@ def ratios(own: dict, baselines: dict[str, dict | None]) -> dict:
     """What an interval belongs to, from columns `(..., prompts)` of one way and, by suffix, of what it is compared with.
 
     `joint[d]` is the share of the draft tokens at depth d that were kept; `conditional[d]` is their share among those
-    judged: all before them were kept and no stop came first.
+    judged: all before them were kept and no stop came first. Speed-ups are of equal work, see [`seconds_of_plain`], so where
+    answers have other lengths they are not the ratio of the tokens per second.
     """
     found = {"tau": acceptance_length(own["emitted"], own["rounds"])}
     kept, tried, judged = (own[name].sum(axis=-1) for name in ("kept", "tried", "judged"))
     found |= {"joint": kept / tried, "conditional": kept / judged}
     for prefix, *pace in (("", "decoded", "decode_seconds"), ("end_to_end_", "tokens", "total_seconds")):
         found[f"{prefix}tokens_per_second"] = tokens_per_second(*(own[name] for name in pace))
+        tokens = baselines[""][pace[0]]
         for suffix, other in baselines.items():
-            both = [columns[name] for columns in (own, other) if other for name in pace]
-            found[f"{prefix}speed_up{suffix}"] = speed_up(*both) if other else None
+            both = [seconds_of_plain(each, baselines[""], bool(prefix)) for each in (own, other) if other]
+            # A prompt that one of them gives no pace for says nothing of the two.
+            work = [np.where(np.isfinite(sum(both)), each, 0) for each in (tokens, *both)] if other else []
+            found[f"{prefix}speed_up{suffix}"] = speed_up(*work[:2], *work[::2]) if other else None
     return found
+
+
+def seconds_of_plain(own: dict, plain: dict, whole: bool) -> np.ndarray:
+    """What a way would have taken for as many tokens as plain's answers have, at its own pace in each prompt: `(..., prompts)`.
+
+    Without the first tokens, or with its own prefill where the `whole` counts. NaN where its answer has no more than these, and
+    thus no pace, but plain's has.
+    """
+    left = np.maximum(plain["tokens"] - (own["tokens"] - own["decoded"]), 0) if whole else plain["decoded"]
+    decoding = np.where(left == 0, 0.0, own["decode_seconds"] * (left / own["decoded"]))
+    return decoding + own["prefill_seconds"] if whole else decoding
 
 
 def plain_numbers(value):
@@ -126,8 +144,9 @@ def summarize(own: dict, baselines: dict[str, dict | None]) -> dict:
     found |= {name: total[name] for name in ("answers", "tokens", "decoded", "rounds", "drafting_rounds")}
     if rounds := total["drafting_rounds"]:
         plain = 1000 / tokens_per_second(baselines[""]["decoded"], baselines[""]["decode_seconds"])
-        parts = {f"{part}_ms": 1000 * total[f"drafting_{part}_seconds"] / rounds for part in ("verify", "draft")}
-        parts |= {"host_ms": found["host_ms"]}
+        parts = {
+            f"{part}_ms": 1000 * total[f"drafting_{part}_seconds"] / rounds for part in ("verify", "draft", "host")
+        }
         needed = {"needed_tau": sum(parts.values()) / plain, "plain_ms": plain}
         found["break_even"] = {"tau": total["drafting_emitted"] / rounds} | parts | needed
     return found
@@ -137,7 +156,7 @@ def summarize_ways(ways: list, runs: list[dict], prompts: list[dict]) -> dict:
     """By name of each [`Way`]: the `drafter`, `depth` and `options` of its drafts, and a [`summarize`] of `total`, of each of the
     `categories` and of each of the `prompts`, these with their `id`, `category` and `partings`.
 
-    `total`, and categories of 3 prompts and more, have the `intervals` of the [`ratios`]; `total` has also the
+    `total`, and categories of 10 prompts and more, have the `intervals` of the [`ratios`], `total` None below 2; it has also the
     `geometric_mean` of the categories' speed-ups and the `worst_category`.
     """
     answers = [[run["answers"] for run in runs if run["prompt"] == i] for i in range(len(prompts))]
@@ -167,7 +186,8 @@ def summarize_ways(ways: list, runs: list[dict], prompts: list[dict]) -> dict:
         warnings.filterwarnings("ignore", message="All-NaN")
         for way in ways:
             total, categories, draws = numbers(way.name, np.arange(len(prompts))), {}, []
-            total["intervals"] = intervals(drawn(way.name, np.arange(len(prompts))))
+            several = len(prompts) > 1  # a single one is always drawn, which would look like certainty
+            total["intervals"] = intervals(drawn(way.name, np.arange(len(prompts)))) if several else None
             for category, chosen in members.items():
                 categories[category] = numbers(way.name, chosen)
                 draws.append(drawn(way.name, chosen))
@@ -189,7 +209,7 @@ def summarize_ways(ways: list, runs: list[dict], prompts: list[dict]) -> dict:
 
 
 def over_categories(categories: dict[str, dict], draws: list[dict]) -> dict:
-    """The `geometric_mean` of their speed-ups, with intervals where each has some, and the `worst_category`."""
+    """The `geometric_mean` of their speed-ups, with intervals where each has some, and the `worst_category` over plain."""
     names = [name for name in SPEED_UPS if draws[0][name] is not None]
 
     def mean(rows) -> dict:
@@ -199,7 +219,8 @@ def over_categories(categories: dict[str, dict], draws: list[dict]) -> dict:
     if all("intervals" in row for row in categories.values()):
         means["intervals"] = {name: interval(values) for name, values in mean(draws).items()}
     worst = min(categories, key=lambda name: np.nan_to_num(categories[name]["speed_up"], nan=math.inf))
-    return {"geometric_mean": means, "worst_category": {"name": worst, "speed_up": categories[worst]["speed_up"]}}
+    gains = {name: categories[worst][name] for name in SPEED_UPS}
+    return {"geometric_mean": means, "worst_category": {"name": worst} | gains}
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -211,7 +232,7 @@ def number(value: float | None, form: str = ".1f") -> str:
 
 def ranged(row: dict, name: str, unit: str = "x") -> str:
     """A ratio with its interval, as `1.22x (1.14 to 1.30)`."""
-    low, high = row.get("intervals", {}).get(name) or (None, None)
+    low, high = (row.get("intervals") or {}).get(name) or (None, None)
     text = "-" if row[name] is None else f"{row[name]:.2f}{unit}"
     return text if low == high else f"{text} ({low:.2f} to {high:.2f})"
 
@@ -222,7 +243,11 @@ def print_table(report: dict):
     count = len(ways["plain"]["prompts"])
     chosen = f"temperature {settings['temperature']}" if settings["temperature"] else "greedy"
     print(f"\n{settings['target']} in {machine['dtype']}, {chosen}, drafter {settings['drafter']}")
-    print(f"{count} prompts, up to {settings['max_new_tokens']} new tokens; 95% intervals in brackets")
+    print(
+        f"{count} prompts, up to {settings['max_new_tokens']} new tokens; 95% intervals in brackets{NARROW if count < FEW else ''}"
+    )
+    if settings["interrupted"]:
+        print("INTERRUPTED: these are only the prompts that were answered before.")
     drafts = {name: way["options"] for name, way in ways.items() if way["depth"]}
     sizes = (
         " ".join([name, *(f"{SIZES[key]}={each}" for key, each in some.items())]) for name, some in drafts.items()
@@ -250,12 +275,16 @@ def print_table(report: dict):
 
 
 def verdict(row: dict, trusted: bool, prompts: int) -> str:
-    low, high = row["intervals"]["speed_up"]
+    """Faster is what is so over all that was measured, stock decoding as well."""
     if not trusted:
         return "NOT TO BE TRUSTED"
     if prompts < FEW:  # the interval is over prompts
         return "too few prompts to tell"
-    return "faster" if low > 1 else "slower" if high < 1 else "no clear difference"
+    ends = {name: row["intervals"][f"speed_up{suffix}"] for suffix, name in BASELINES.items()}
+    ends = {name: each for name, each in ends.items() if each and None not in each}
+    if slower := [name for name, (_, high) in ends.items() if high < 1]:
+        return f"slower than {' and '.join(slower)}"
+    return "faster" if all(low > 1 for low, _ in ends.values()) else "no clear difference"
 
 
 def print_totals(ways: dict, count: int):
@@ -277,7 +306,7 @@ def print_rounds(ways: dict):
     for name, way in ways.items():
         row, words = way["total"], ""
         parts = "".join(f"{number(row[f'{part}_ms']):>7}" for part in ("round", "verify", "draft", "host"))
-        if pays := row["break_even"]:
+        if (pays := row["break_even"]) and pays["needed_tau"] is not None:
             words = "{tau:.2f} {sign} {needed_tau:.2f} = ({verify_ms:.1f} + {draft_ms:.1f} + {host_ms:.1f}) / {plain_ms:.1f}"
             words = words.format(sign=">" if pays["tau"] > pays["needed_tau"] else "<=", **pays)
             words += f" in {row['drafting_rounds']} of {row['rounds']}"
@@ -365,7 +394,8 @@ def plot(report: dict, folder: Path):
         for ax, ((key, label), (xlabel, kinds)) in zip(axes, panels):
             for kind, points in kinds.items():
                 middle = np.array([total[key] for _, total in points], dtype=float)
-                ends = np.array([total["intervals"][key] for _, total in points], dtype=float).T
+                ends = [(total["intervals"] or {}).get(key, (None, None)) for _, total in points]
+                ends = np.array(ends, dtype=float).T
                 ax.errorbar(
                     [size for size, _ in points], middle, abs(ends - middle), marker="o", capsize=3, label=kind
                 )

@@ -74,16 +74,18 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def drafters(target, tokenizer, prompts):
-    """Random drafters that can propose a few of the target's own tokens only, so that they are right now and then."""
+    """Random drafters, parallel and sequential, that can propose a few of the target's own tokens only, so that they are right
+    now and then."""
     counts = Counter()
     for prompt in prompts:
         ids = torch.tensor([prompt["input_ids"]])
         output = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
         counts.update(output[0, ids.shape[1] :].tolist())
     draft_ids = torch.tensor(sorted(token for token, _ in counts.most_common(2)))
-    config = PEagleConfig.for_target(target, tokenizer, mask_token_id=258, draft_vocab_size=2, num_depths=4)
     torch.manual_seed(0)
-    return [PEagleModel.from_target(target, config, draft_ids).eval() for _ in range(2)]
+    sizes = {"mask_token_id": 258, "draft_vocab_size": 2, "num_depths": 4}
+    configs = [PEagleConfig.for_target(target, tokenizer, parallel_drafting=kind, **sizes) for kind in (True, False)]
+    return [PEagleModel.from_target(target, config, draft_ids).eval() for config in configs]
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +171,8 @@ def test_forwards_are_those_the_target_made(target, drafter, prompts):
         run = answer_in(target, drafter, name, prompts[0]["input_ids"])
         assert len(calls) == 1 + len(run["stats"].emitted)
         assert sum(run["stats"].emitted) == run["decoded"]
+        assert len(run["round_seconds"]) == len(run["stats"].emitted)
+        assert 0 < sum(run["round_seconds"]) <= run["decode_seconds"] and min(run["round_seconds"]) > 0
         assert max(run["stats"].drafted) == {"plain": 0, "lookup": 10, "chain:3": 3, "tree:4": 4}[name]
     handle.remove()
 
@@ -224,11 +228,13 @@ def test_ways_take_turns_and_repeats_change_the_seed(target, tokenizer, drafter,
         return answer(target, way, ids, seed, prepacked, show, **options)
 
     monkeypatch.setattr(evaluate_peagle, "answer", record)
+    monkeypatch.setattr(evaluate_peagle, "plain_steps", lambda *_: lambda: seen.append("step") or 0.1)
     args = EvaluationArguments(ways=["plain", "chain", "lookup"], repeats=2, seed=5, **QUIET | {"max_new_tokens": 3})
     report = evaluate(target, tokenizer, drafter, prompts[:2], args)
     # The warm-up comes before.
     order = ["plain chain lookup", "lookup chain plain", "chain lookup plain", "plain lookup chain"]
-    assert seen[3:] == [(name, 5 + turn % 2) for turn, names in enumerate(order) for name in names.split()]
+    turns, steps = [[(name, 5 + turn % 2) for name in names.split()] for turn, names in enumerate(order)], ["step"] * 5
+    assert seen[3:] == [*steps, *turns[0], *turns[1], *steps, *turns[2], *turns[3], *steps]
     assert report["ways"]["chain"]["total"]["answers"] == 4 and report["ways"]["chain"]["prompts"][0]["tokens"] == 6
     assert "generate" not in vars(target) and not target._forward_hooks  # as it was
 
@@ -273,6 +279,7 @@ def test_the_clock_runs_from_the_call_and_stops_while_text_is_shown(target, monk
                 watch.put(torch.tensor([4]))
             clock.now += 0.5
             watch.end()
+        assert watch.round_seconds([1, 1]) == pytest.approx([1.0, 1.0]) and watch.round_seconds([2]) == [2.0]
         assert (watch.prefill_seconds, watch.decode_seconds) == pytest.approx((31.0, 2.5))
 
 

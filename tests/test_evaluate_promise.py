@@ -193,6 +193,53 @@ def test_the_command_writes_everything_down(tmp_path, target, tokenizer, drafter
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {"acceptance.png", "categories.png", "sizes.png"}
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_what_was_measured_before_it_stopped_is_kept(tmp_path, target, tokenizer, drafter, monkeypatch, capsys, error):
+    path, output, calls = write(tmp_path, {"prompt": "Hello"}, {"prompt": "Bye"}), tmp_path / "results.json", []
+
+    def stop(*args, **options):
+        calls.append(1)
+        if len(calls) == 6:  # the warm-up, the first prompt, one answer to the second
+            raise error
+        return answer(*args, **options)
+
+    monkeypatch.setattr(evaluate_peagle, "load_target", lambda name, dtype: (target, tokenizer))
+    monkeypatch.setattr(evaluate_peagle, "load_drafter", lambda name: drafter)
+    monkeypatch.setattr(evaluate_peagle, "answer", stop)
+    words = f"--ways plain chain --prompts {path} --max_new_tokens 4 --prepack false --quiet true --output {output}"
+    if error is KeyboardInterrupt:
+        assert evaluate_peagle.main(words.split()) == 130
+        assert "INTERRUPTED: these are only the prompts" in capsys.readouterr().out
+    else:
+        with pytest.raises(error):
+            evaluate_peagle.main(words.split())
+    report = json.loads(output.read_text())
+    assert report["settings"]["interrupted"] is True
+    assert [row["id"] for row in report["ways"]["chain"]["prompts"]] == ["line 1"]
+    assert "generate" not in vars(target) and not target._forward_hooks
+
+
+def test_a_table_that_fails_costs_no_measurement(tmp_path, target, tokenizer, drafter, monkeypatch):
+    monkeypatch.setattr(evaluate_peagle, "load_target", lambda name, dtype: (target, tokenizer))
+    monkeypatch.setattr(evaluate_peagle, "load_drafter", lambda name: drafter)
+    monkeypatch.setattr(evaluate_peagle, "print_table", None)
+    path, output = write(tmp_path, {"prompt": "Hello"}), tmp_path / "results.json"
+    words = f"--ways plain chain --prompts {path} --max_new_tokens 4 --prepack false --quiet true --output {output}"
+    with pytest.raises(TypeError):
+        evaluate_peagle.main(words.split())
+    assert json.loads(output.read_text())["settings"]["interrupted"] is False
+
+
+def test_prompts_that_do_not_fit_are_named_first(target, tokenizer, drafter, prompts, monkeypatch):
+    """Of 512 positions 12 are for the answer."""
+    fits, long = ({"id": f"n{n}", "category": "a", "input_ids": [7] * n} for n in (500, 501))
+    args = EvaluationArguments(ways=CHAIN, **QUIET)
+    evaluate_peagle.check_lengths(target, [fits], args.max_new_tokens)
+    monkeypatch.setattr(evaluate_peagle, "answer", None)
+    with pytest.raises(ValueError, match=r"512 positions.* n501 \(513\)\. Leave"):
+        evaluate(target, tokenizer, drafter, [*prompts, fits, long], args)
+
+
 def test_folders_of_the_machine_are_not_told():
     root = str(evaluate_peagle.ROOT)
     told = {"drafter": root, "command": f"x --drafter {root} --output {root}/results/a.json", "other": f"{root}_2"}

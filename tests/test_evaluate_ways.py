@@ -65,3 +65,5 @@ def test_the_sequential_way_asks_the_other_drafter(target, tokenizer, drafters, 
     assert {(0, 3), (1, 2)} <= set(asked) <= {(0, k) for k in (1, 2, 3)} | {(1, 1), (1, 2)}
     assert report["ways"]["sequential:2"]["total"]["identical"] == 1 and "generate" not in vars(target)
     assert report["ways"]["sequential:2"]["options"] == {"num_assistant_tokens": 2}
+    with pytest.raises(ValueError, match="way sequential:2 is of a drafter that drafts one token after the other"):
+        evaluate(target, tokenizer, drafters[0], prompts[:1], args, drafters[0])
