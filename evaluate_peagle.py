@@ -16,11 +16,12 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Callable, Literal
+from typing import Literal
 
 import torch
 from tqdm.auto import tqdm
