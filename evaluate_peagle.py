@@ -16,11 +16,12 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Callable, Literal
+from typing import Literal
 
 import torch
 from tqdm.auto import tqdm
@@ -31,7 +32,7 @@ from transformers.hf_argparser import HfArg
 from data.conversations import read_rows
 from data.prompts import EVAL_FRACTION, load_prompts, overlap
 from decoding_peagle import DecodingStats, position_limit
-from environment_peagle import Disturbance, environment, peak_memory
+from environment_peagle import Disturbance, environment, process_peak
 from inference_peagle import load_drafter
 from prepack_peagle import prepack
 from report_peagle import plot, print_table, summarize_ways
@@ -169,7 +170,7 @@ class Watch(BaseStreamer):
     """Clocks the `generate` call of a `with` statement, and what the target's forwards in it read and took.
 
     `prefill_seconds` runs to the first new tokens, `decode_seconds` from there to the end, without what `show` took.
-    `memory` is [`peak_memory`] at the end.
+    `memory` is the most that torch held on the GPU meanwhile, in bytes, and NaN elsewhere: the peak of a process does not fall.
     """
 
     def __init__(self, target, show: TextStreamer | None = None):
@@ -179,6 +180,8 @@ class Watch(BaseStreamer):
     def __enter__(self):
         before = self.target.register_forward_pre_hook(self.before, with_kwargs=True)
         self.hooks = [before, self.target.register_forward_hook(self.after)]
+        if self.target.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.target.device)
         self.start = time.perf_counter()
         return self
 
@@ -207,7 +210,8 @@ class Watch(BaseStreamer):
         self.prefill_seconds = self.first - self.start
         # Where nothing followed the first tokens, there was no decoding to clock.
         self.decode_seconds = time.perf_counter() - self.first - self.shown if len(self.puts) > 2 else 0.0
-        self.memory = peak_memory(self.target.device)
+        gpu = self.target.device.type == "cuda"
+        self.memory = torch.cuda.max_memory_allocated(self.target.device) if gpu else math.nan
         if self.show is not None:
             self.show.end()
 
@@ -371,7 +375,7 @@ def evaluate(
             stopped = error
             prompts = prompts[: runs[-1]["prompt"] + 1]
             print(f"\nInterrupted: the report covers the first {len(prompts)} prompts.")
-        machine |= disturbance.report(steps)
+        machine |= disturbance.report(steps) | {"process_peak_bytes": process_peak()}
         sized = any(way.options.get("draft_tree") == "auto" for way in ways)
         machine["costs"] = asdict(costs_of(target, drafter)) if sized else None
     used["interrupted"] = stopped is not None
