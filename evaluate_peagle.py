@@ -36,7 +36,7 @@ from environment_peagle import Disturbance, environment, process_peak
 from inference_peagle import load_drafter
 from prepack_peagle import prepack
 from report_peagle import plot, print_table, summarize_ways
-from sizing_peagle import costs_of
+from sizing_peagle import HISTORIES, costs_of
 from target_peagle import load_target
 from tree_peagle import DraftTree
 
@@ -98,6 +98,9 @@ class EvaluationArguments:
     prepack: bool | None = HfArg(default=None, help="Prepack the linear layers; yes in float32 on a CPU if unset.")
 
     def __post_init__(self):
+        for name in ("repeats", "nodes", "speculation_depth", "max_new_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} is {value}: give a number from 1 on.")
         if self.ways is None:
             self.ways = [*WAYS, *(["sequential"] if self.sequential_drafter else [])]
         for name in self.ways:
@@ -319,7 +322,8 @@ def evaluate(
     save: Callable[[dict], None] | None = None,
 ) -> dict:
     """Answer the `prompts` of `read_prompts` in the ways of `args`, whose paths are not read here; `sequential` is the drafter
-    of the way of that name. `save` is called with the report.
+    of the way of that name. `save` is called with the report. The way `auto` begins knowing nothing of the texts, and what it
+    learns from a prompt it takes to the next, as in a service.
 
     Interrupted (Ctrl-C), it reports on the prompts that were answered, with `interrupted` in its `settings`. So it does where
     an error ends it, which is raised once the report is saved.
@@ -352,6 +356,7 @@ def evaluate(
         for way in ways:  # warm up
             short = options | {"max_new_tokens": min(args.max_new_tokens, 16)}
             answer(target, way, prompts[0]["input_ids"], 0, **short)
+        HISTORIES.get(target, {}).pop(drafter, None)  # what the warm-up taught `auto` of the first prompt
         step, steps = plain_steps(target, prompts[0]["input_ids"]), []
         try:
             for i, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=not args.quiet)):

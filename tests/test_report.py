@@ -415,5 +415,11 @@ def test_metrics_agree_with_the_report_and_refuse_nonsense(tmp_path, monkeypatch
     for emitted in ([[]], [[2, 0]]):
         with pytest.raises(ValueError, match="at least one round"):
             tau.compute(emitted=emitted)
-    with pytest.raises(ValueError, match="a time above 0 seconds"):
-        speed.compute(**own | {"seconds": [1.0, 1.0, 0.0, 1.0]})
+    for name, values in own.items():
+        for wrong in [math.nan, -1] if "seconds" in name else [-1]:
+            with pytest.raises(ValueError, match="at least 0"):
+                speed.compute(**own | {name: [*values[:3], wrong]})
+        with pytest.raises(ValueError, match="above 0 in all"):
+            speed.compute(**own | {name: [0] * 4})
+    # An answer of one token, which came with the prefill, has nothing to count.
+    assert speed.compute(**{name: [*values, 0] for name, values in own.items()})["speed_up"] == total["speed_up"]
