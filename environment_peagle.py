@@ -2,6 +2,7 @@
 
 import platform
 import re
+import resource
 import shlex
 import subprocess
 import sys
@@ -44,13 +45,9 @@ def environment(target) -> dict:
     }
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU the most that torch has held since the last call, elsewhere what the process holds (resident set)."""
-    if device.type != "cuda":
-        return psutil.Process().memory_info().rss
-    peak = torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak
+def process_peak() -> int:
+    """Bytes: the most main memory that this process has held since it began (resident set), what loading took included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class Disturbance:

@@ -32,11 +32,11 @@ from transformers.hf_argparser import HfArg
 from data.conversations import read_rows
 from data.prompts import EVAL_FRACTION, load_prompts, overlap
 from decoding_peagle import DecodingStats, position_limit
-from environment_peagle import Disturbance, environment, peak_memory
+from environment_peagle import Disturbance, environment, process_peak
 from inference_peagle import load_drafter
 from prepack_peagle import prepack
 from report_peagle import plot, print_table, summarize_ways
-from sizing_peagle import costs_of
+from sizing_peagle import HISTORIES, costs_of
 from target_peagle import load_target
 from tree_peagle import DraftTree
 
@@ -98,6 +98,9 @@ class EvaluationArguments:
     prepack: bool | None = HfArg(default=None, help="Prepack the linear layers; yes in float32 on a CPU if unset.")
 
     def __post_init__(self):
+        for name in ("repeats", "nodes", "speculation_depth", "max_new_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"--{name} is {value}: give a number from 1 on.")
         if self.ways is None:
             self.ways = [*WAYS, *(["sequential"] if self.sequential_drafter else [])]
         for name in self.ways:
@@ -170,7 +173,7 @@ class Watch(BaseStreamer):
     """Clocks the `generate` call of a `with` statement, and what the target's forwards in it read and took.
 
     `prefill_seconds` runs to the first new tokens, `decode_seconds` from there to the end, without what `show` took.
-    `memory` is [`peak_memory`] at the end.
+    `memory` is the most that torch held on the GPU meanwhile, in bytes, and NaN elsewhere: the peak of a process does not fall.
     """
 
     def __init__(self, target, show: TextStreamer | None = None):
@@ -180,6 +183,8 @@ class Watch(BaseStreamer):
     def __enter__(self):
         before = self.target.register_forward_pre_hook(self.before, with_kwargs=True)
         self.hooks = [before, self.target.register_forward_hook(self.after)]
+        if self.target.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.target.device)
         self.start = time.perf_counter()
         return self
 
@@ -208,7 +213,8 @@ class Watch(BaseStreamer):
         self.prefill_seconds = self.first - self.start
         # Where nothing followed the first tokens, there was no decoding to clock.
         self.decode_seconds = time.perf_counter() - self.first - self.shown if len(self.puts) > 2 else 0.0
-        self.memory = peak_memory(self.target.device)
+        gpu = self.target.device.type == "cuda"
+        self.memory = torch.cuda.max_memory_allocated(self.target.device) if gpu else math.nan
         if self.show is not None:
             self.show.end()
 
@@ -316,7 +322,8 @@ def evaluate(
     save: Callable[[dict], None] | None = None,
 ) -> dict:
     """Answer the `prompts` of `read_prompts` in the ways of `args`, whose paths are not read here; `sequential` is the drafter
-    of the way of that name. `save` is called with the report.
+    of the way of that name. `save` is called with the report. The way `auto` begins knowing nothing of the texts, and what it
+    learns from a prompt it takes to the next, as in a service.
 
     Interrupted (Ctrl-C), it reports on the prompts that were answered, with `interrupted` in its `settings`. So it does where
     an error ends it, which is raised once the report is saved.
@@ -349,6 +356,7 @@ def evaluate(
         for way in ways:  # warm up
             short = options | {"max_new_tokens": min(args.max_new_tokens, 16)}
             answer(target, way, prompts[0]["input_ids"], 0, **short)
+        HISTORIES.get(target, {}).pop(drafter, None)  # what the warm-up taught `auto` of the first prompt
         step, steps = plain_steps(target, prompts[0]["input_ids"]), []
         try:
             for i, prompt in enumerate(tqdm(prompts, unit=" prompts", disable=not args.quiet)):
@@ -372,7 +380,7 @@ def evaluate(
             stopped = error
             prompts = prompts[: runs[-1]["prompt"] + 1]
             print(f"\nInterrupted: the report covers the first {len(prompts)} prompts.")
-        machine |= disturbance.report(steps)
+        machine |= disturbance.report(steps) | {"process_peak_bytes": process_peak()}
         sized = any(way.options.get("draft_tree") == "auto" for way in ways)
         machine["costs"] = asdict(costs_of(target, drafter)) if sized else None
     used["interrupted"] = stopped is not None

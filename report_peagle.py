@@ -253,11 +253,13 @@ def print_table(report: dict):
         " ".join([name, *(f"{SIZES[key]}={each}" for key, each in some.items())]) for name, some in drafts.items()
     )
     print(textwrap.fill("; ".join(sizes), 120))
-    print_totals(ways, count)
+    print_totals(ways, count, machine["gpu"])
     print_rounds(ways)
     if len(ways["plain"]["categories"]) > 1:
         print_categories(ways)
     print("\n(host includes the wait for the GPU)" if machine["gpu"] else "")
+    if not machine["gpu"]:
+        print(f"The process held {machine['process_peak_bytes'] / 1e9:.2f} GB at most.")
     baseline = "prepacked plain" if settings["prepack"] else "plain"
     for name, way in ways.items():
         if way["depth"] and way["total"]["speed_up"] is not None:
@@ -287,9 +289,14 @@ def verdict(row: dict, trusted: bool, prompts: int) -> str:
     return "faster" if all(low > 1 for low, _ in ends.values()) else "no clear difference"
 
 
-def print_totals(ways: dict, count: int):
+def print_totals(ways: dict, count: int, gpu: str | None):
     line = "{:18.18}{:>8}{:>8}  {:20}  {:20}  {:19}{:>7}{:>8}{:>6}".format
-    print("\n" + line("way", "tokens/s", "overall", "over plain", "over stock", "tau", "ideal", "same", "GB"))
+    print(
+        "\n"
+        + line(
+            "way", "tokens/s", "overall", "over plain", "over stock", "tau", "ideal", "same", "GB" if gpu else ""
+        ).rstrip()
+    )
     for name, way in ways.items():
         row = way["total"]
         cells = [number(row[f"{prefix}tokens_per_second"]) for prefix in ("", "end_to_end_")]
@@ -297,7 +304,7 @@ def print_totals(ways: dict, count: int):
         same = f"{sum(one['identical'] == 1 for one in way['prompts'])}/{count}"
         cells += [number(row["fraction_of_ideal"], ".0%") if way["depth"] else "-"]
         cells += ["-" if row["identical"] is None else same]
-        print(line(name, *cells, number(row["peak_memory_bytes"] / 1e9, ".2f")))
+        print(line(name, *cells, "" if gpu is None else f"{row['peak_memory_bytes'] / 1e9:.2f}").rstrip())
 
 
 def print_rounds(ways: dict):

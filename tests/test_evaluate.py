@@ -157,7 +157,8 @@ def test_speeds_and_times_agree(report):
         assert total["fraction_of_ideal"] == pytest.approx(total["speed_up"] / total["tau"])
         assert total["draft_ms"] + total["verify_ms"] + total["host_ms"] == pytest.approx(total["round_ms"])
         assert min(total["verify_ms"], total["host_ms"], total["prefill_ms"]) > 0
-        assert total["peak_memory_bytes"] > 10e6
+        assert total["peak_memory_bytes"] is None  # on a CPU it is that of the run
+    assert report["environment"]["process_peak_bytes"] > 10e6
     for name in ("chain", "tree:4", "sequential:2"):
         assert ways[name]["draft_ms"] > 0
     assert plain["draft_ms"] == ways["lookup"]["draft_ms"] == 0 and plain["break_even"] is None

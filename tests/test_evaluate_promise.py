@@ -83,6 +83,21 @@ def test_drafts_may_be_sized_by_cost(target, tokenizer, drafter, prompts, capsys
     assert f" in {total['drafting_rounds']} of {total['rounds']}\n" in out
 
 
+def test_auto_begins_without_what_the_warm_up_taught_it(target, tokenizer, drafter, prompts, monkeypatch):
+    seen = []
+
+    def record(target, way, *args, **options):
+        seen.append(bool(sizing_peagle.HISTORIES.get(target, {}).get(drafter)))
+        return answer(target, way, *args, **options)
+
+    monkeypatch.setattr(sizing_peagle, "measure_costs", lambda *pair: Costs([1, 64], [1.0, 1.2], 0.01))
+    monkeypatch.setattr(evaluate_peagle, "answer", record)
+    sizing_peagle.history_of(target, drafter)  # somebody called before
+    evaluate(target, tokenizer, drafter, prompts[:2], EvaluationArguments(ways=["plain", "auto"], **QUIET))
+    # Warm-up, then plain and auto, then auto and plain: the first prompt begins afresh, the second goes on.
+    assert seen == [True, True, False, False, True, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_wrong_answer_is_no_rounding_in_half_precision_either(
     target, tokenizer, drafter, prompts, monkeypatch, capsys, dtype

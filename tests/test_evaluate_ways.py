@@ -40,6 +40,10 @@ def test_each_way_decodes_as_its_name_says(target, drafter, prompts, monkeypatch
         ({"ways": ["plain", "tree", "tree"]}, "each way once"),
         ({"ways": ["plain", "sequential:2"]}, "need each other"),
         ({"ways": ["plain"], "sequential_drafter": "folder"}, "need each other"),
+        ({"repeats": 0}, "--repeats is 0: give"),
+        ({"speculation_depth": 0}, "--speculation_depth is 0: give"),
+        ({"nodes": 0}, "--nodes is 0: give"),
+        ({"max_new_tokens": -1}, "--max_new_tokens is -1: give"),
     ],
 )
 def test_wrong_ways_are_named(settings, message):

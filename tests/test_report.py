@@ -1,7 +1,9 @@
 """The report of the benchmark: ratios and intervals of known rounds, tables, charts, and the metrics on their own."""
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -189,7 +191,7 @@ def test_the_mean_of_categories_has_an_interval_where_they_do():
 # ---- the table and the charts ---------------------------------------------------------------------------------------
 
 
-MACHINE = {"dtype": "float32", "gpu": None, "trusted": True, "disturbances": []}
+MACHINE = {"dtype": "float32", "gpu": None, "trusted": True, "disturbances": [], "process_peak_bytes": 3 * 10**9}
 SETTINGS = {
     "target": "owner/target",
     "drafter": "owner/drafter",
@@ -259,6 +261,22 @@ def test_a_disturbed_run_gives_no_verdict(capsys, tmp_path):
     print_table(report_of(ways, trusted=False, disturbances=[words]))
     out = capsys.readouterr().out
     assert f"THE TIMES ARE NOT TO BE TRUSTED: {words}." in out and "NOT TO BE TRUSTED\n" in out and "faster" not in out
+
+
+def test_memory_is_of_each_way_on_a_gpu_alone(capsys):
+    given = answers(1, 2)
+    given[0]["chain"]["memory"] = 2.5e9  # the larger of the two counts
+    print_table(report_of(summary(*given), gpu="H200"))
+    out = capsys.readouterr().out
+    assert (
+        re.search(r"^plain .* 1\.00$", out, re.M) and re.search(r"^chain .* 2\.50$", out, re.M) and "held" not in out
+    )
+    given = [{name: each | {"memory": math.nan} for name, each in ways.items()} for ways in given]
+    ways = summary(*given)
+    assert ways["chain"]["total"]["peak_memory_bytes"] is None
+    print_table(report_of(ways))
+    out = capsys.readouterr().out
+    assert "The process held 3.00 GB at most." in out and " GB\n" not in out
 
 
 def test_the_table_fits_a_terminal(capsys):
@@ -397,5 +415,11 @@ def test_metrics_agree_with_the_report_and_refuse_nonsense(tmp_path, monkeypatch
     for emitted in ([[]], [[2, 0]]):
         with pytest.raises(ValueError, match="at least one round"):
             tau.compute(emitted=emitted)
-    with pytest.raises(ValueError, match="a time above 0 seconds"):
-        speed.compute(**own | {"seconds": [1.0, 1.0, 0.0, 1.0]})
+    for name, values in own.items():
+        for wrong in [math.nan, -1] if "seconds" in name else [-1]:
+            with pytest.raises(ValueError, match="at least 0"):
+                speed.compute(**own | {name: [*values[:3], wrong]})
+        with pytest.raises(ValueError, match="above 0 in all"):
+            speed.compute(**own | {name: [0] * 4})
+    # An answer of one token, which came with the prefill, has nothing to count.
+    assert speed.compute(**{name: [*values, 0] for name, values in own.items()})["speed_up"] == total["speed_up"]

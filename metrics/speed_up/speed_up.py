@@ -38,8 +38,9 @@ class SpeedUp(evaluate.Metric):
         return evaluate.MetricInfo(description=DESCRIPTION, citation="", inputs_description=INPUTS, features=features)
 
     def _compute(self, tokens, seconds, baseline_tokens, baseline_seconds) -> dict:
-        if min(*seconds, *baseline_seconds) <= 0 or not sum(tokens) or not sum(baseline_tokens):
-            raise ValueError("Speed-up: both ways need tokens, and every prompt a time above 0 seconds.")
+        given = [np.asarray(column) for column in (tokens, seconds, baseline_tokens, baseline_seconds)]
+        if not all((np.isfinite(column) & (column >= 0)).all() and column.sum() > 0 for column in given):
+            raise ValueError("Speed-up: tokens and seconds must be at least 0 for every prompt, and above 0 in all.")
         return {
             "speed_up": float(speed_up(tokens, seconds, baseline_tokens, baseline_seconds)),
             "tokens_per_second": float(tokens_per_second(tokens, seconds)),
