@@ -379,4 +379,4 @@ def test_another_answer_of_others_breaks_no_promise(target, tokenizer, drafter, 
     assert report["ways"]["chain"]["total"]["identical"] == 1 and not report["promise_broken"]
     print_table(report)
     out = capsys.readouterr().out
-    assert out.count(" 1/2 ") == 2 and "!!!" not in out
+    assert out.count(" 1/2\n") == 2 and "!!!" not in out
