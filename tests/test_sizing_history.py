@@ -293,7 +293,10 @@ def test_a_call_begins_where_the_last_one_ended_and_gives_the_same_tokens():
         out = drafted(target, wrong, prompt, **options)
         assert torch.equal(out.sequences, reference)
     assert out.stats.tau > 4
-    assert history_of(target, wrong, 1, False).failures == 0 and history_of(target, wrong, 1, True).balance == 2
+    assert (
+        history_of(target, wrong, 1, False, False).failures == 0
+        and history_of(target, wrong, 1, True, False).balance == 2
+    )
 
 
 def test_samples_are_those_of_plain_sampling_whatever_was_learned():
@@ -302,7 +305,7 @@ def test_samples_are_those_of_plain_sampling_whatever_was_learned():
     expected = plain(target, prompt, **options)
     drafter = confident(make_scripted(target, expected[0].tolist(), PATTERNS["mixed"]))
     for balance, trust in ((2.0, 1.0), (-1.0, 0.2), (8.0, 3.0), (8.0, 0.1)):
-        history = history_of(target, drafter, 1, False)
+        history = history_of(target, drafter, 1, False, False)
         history.balance, history.trust = balance, trust
         torch.manual_seed(3)
         assert torch.equal(drafted(target, drafter, prompt, draft_costs=CHEAP, **AUTO, **options).sequences, expected)
@@ -326,4 +329,4 @@ def test_two_threads_learn_together():
         for thread in threads:
             thread.join()
     assert len(outputs) == 6 and all(torch.equal(each, reference) for each in outputs)
-    assert history_of(target, drafter, 1, False).failures > 0
+    assert history_of(target, drafter, 1, False, False).failures > 0
