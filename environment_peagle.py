@@ -2,7 +2,6 @@
 
 import platform
 import re
-import resource
 import shlex
 import subprocess
 import sys
@@ -47,6 +46,10 @@ def environment(target) -> dict:
 
 def process_peak() -> int:
     """Bytes: the most main memory that this process has held since it began (resident set), what loading took included."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # which Windows lacks, and training imports this module too
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
