@@ -21,7 +21,9 @@ class PEagleArguments(TrainingArguments):
     yes: bool = HfArg(default=False, help="Start without asking, on a terminal too.")
     train_file: str | None = HfArg(default=None, help="Conversations to pack in memory: JSON Lines or a data set.")
     train_dir: str | None = HfArg(default=None, help="In place of --train_file: blocks of data.sequence_packing.")
-    feature_dir: str | None = HfArg(default=None, help="In place of both: shards of data.extract_features.")
+    feature_dir: list[str] | None = HfArg(
+        default=None, help="In place of both: one folder of data.extract_features, or several to train on together."
+    )
     shard_cache_size: int = HfArg(default=4, help="Shards of --feature_dir held open at a time.")
     target_model: str | None = HfArg(
         default=None, help="Hub id or folder of the target; SmolLM2-135M-Instruct if unset."
@@ -134,6 +136,8 @@ class PEagleArguments(TrainingArguments):
         if self.segment_length is None:
             self.segment_length = 256 if self.device.type == "cpu" else 4096
         self.dataloader_pin_memory &= self.device.type != "cpu"  # torch warns otherwise
+        if isinstance(self.feature_dir, str):  # as a YAML file gives it
+            self.feature_dir = [self.feature_dir]
         if [self.train_file, self.train_dir, self.feature_dir].count(None) != 2:
             raise ValueError(
                 "Name what to train on, and only one of them: --train_file chats.jsonl, --train_dir blocks or --feature_dir "

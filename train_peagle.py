@@ -119,7 +119,8 @@ def freeze(drafter: Drafter, embeddings: str):
 def read_blocks(args: PEagleArguments, tokenizer, stop_ids: set[int]) -> dict:
     """The packed blocks, with the target's signals or without: "train" and "eval", each a map-style dataset."""
     if args.feature_dir is not None:
-        return {side: FeatureShards(args.feature_dir, side, args.shard_cache_size) for side in ("train", "eval")}
+        options = {"cache_size": args.shard_cache_size}
+        return {side: FeatureShards(*args.feature_dir, split=side, **options) for side in ("train", "eval")}
     if args.train_dir is not None:
         return load_blocks(args.train_dir, tokenizer)
     options = {"max_seq_len": args.max_seq_len, "eval_fraction": args.eval_fraction, "stop_token_ids": stop_ids}

@@ -212,7 +212,7 @@ def ways_table():
         extraction = 1000 * (time.perf_counter() - start) / tokens
         yield dict(zip(heads, (f"extraction of {tokens:,} tokens", extraction, None, None)))
         for way in ("online", "kept in memory", "read from shards"):
-            dataset = FeatureShards(folder / "features", "train", 4) if way == "read from shards" else blocks
+            dataset = FeatureShards(folder / "features") if way == "read from shards" else blocks
             options = {"num_train_epochs": 2, "save_strategy": "no"}
             trainer = build_trainer(target, tokenizer, blocks=dataset, keep=way == "kept in memory", **options)
             clock = Clock(trainer)

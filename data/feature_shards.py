@@ -16,6 +16,7 @@ shard but the last of a split holds the same number of blocks, one after the oth
 import hashlib
 import json
 import os
+from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,27 @@ def inspect_shard(path: Path, expected: dict, whole: bool = True) -> dict | None
         return None
 
 
+def load_manifest(folder: Path, split: str) -> dict:
+    """The manifest of a folder whose extraction is finished and whose shards of ``split`` are there, whole by their sizes.
+
+    Raises the errors that [`FeatureShards`] names.
+    """
+    manifest = read_manifest(folder)
+    if manifest["format"] != FORMAT:
+        raise ValueError(
+            f"{folder} has format {manifest['format']}, this code reads {FORMAT}: extract the features anew"
+        )
+    if not manifest["complete"]:
+        raise ValueError(f"the extraction to {folder} is not finished: {AGAIN}")
+    for name in shard_names(split, manifest[split]["shards"]):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing: {AGAIN}")
+        size, right = (folder / name).stat().st_size, manifest["files"][name]["bytes"]
+        if size != right:
+            raise ValueError(f"{folder / name} has {size:,} bytes instead of {right:,}: {AGAIN}")
+    return manifest
+
+
 class FeatureShards(Dataset):
     """The blocks of one split with the target's signals, by index; read from the disk as they are asked for.
 
@@ -122,47 +144,41 @@ class FeatureShards(Dataset):
     dtype. ``len`` is the number of blocks.
 
     Args:
-        folder: The output of `python -m data.extract_features`.
+        *folders: Outputs of `python -m data.extract_features`, whose blocks follow one another.
         split: "train" or "eval".
         cache_size: Shards held open, the ones used last. [`ShardShuffle`] gives an order that opens each once an epoch.
 
     Raises:
-        FileNotFoundError: The manifest or a shard is missing.
+        FileNotFoundError: A manifest or a shard is missing.
         ValueError: The extraction is not finished, the format is another one, or a shard is cut short or damaged.
     """
 
-    def __init__(self, folder, split: str = "train", cache_size: int = 4):
-        self.folder, self.split, self.cache_size = Path(folder), split, cache_size
+    def __init__(self, *folders, split: str = "train", cache_size: int = 4):
+        self.cache_size = cache_size
         if split not in ("train", "eval") or cache_size < 1:
             raise ValueError(f"need split train or eval and cache_size >= 1, got {split!r} and {cache_size}")
-        self.manifest = read_manifest(self.folder)
-        if self.manifest["format"] != FORMAT:
-            raise ValueError(
-                f"{folder} has format {self.manifest['format']}, this code reads {FORMAT}: extract the features anew"
-            )
-        if not self.manifest["complete"]:
-            raise ValueError(f"the extraction to {folder} is not finished: {AGAIN}")
-        self.blocks_per_shard, self.blocks = self.manifest["blocks_per_shard"], self.manifest[split]["blocks"]
-        self.names = shard_names(split, self.manifest[split]["shards"])
-        for name in self.names:
-            if not (self.folder / name).is_file():
-                raise FileNotFoundError(f"{self.folder / name} is missing: {AGAIN}")
-            size, right = (self.folder / name).stat().st_size, self.manifest["files"][name]["bytes"]
-            if size != right:
-                raise ValueError(f"{self.folder / name} has {size:,} bytes instead of {right:,}: {AGAIN}")
+        self.manifests = {Path(folder): load_manifest(Path(folder), split) for folder in folders}
+        self.paths, self.starts = [], [0]  # of every shard, and of its first block; the last is the number of blocks
+        for folder, manifest in self.manifests.items():
+            most, left = manifest["blocks_per_shard"], manifest[split]["blocks"]
+            for name in shard_names(split, manifest[split]["shards"]):
+                self.paths.append(folder / name)
+                self.starts.append(self.starts[-1] + min(most, left))
+                left -= most
         self._open, self._whole = OrderedDict(), set()
 
     def __len__(self) -> int:
-        return self.blocks
+        return self.starts[-1]
 
     def __getitem__(self, index: int) -> dict:
         if not -len(self) <= index < len(self):
             raise IndexError(f"block {index} of {len(self)}")
-        number, within = divmod(index % len(self), self.blocks_per_shard)
+        number = bisect(self.starts, index % len(self)) - 1
+        within = index % len(self) - self.starts[number]
         shard, cu_seqlens, block_offsets = self._shard(number)
         # Once, and only for the signals, as it reads all of the shard: what is learned is what was written.
-        if number not in self._whole and inspect_shard(self.folder / self.names[number], {}) is None:
-            raise ValueError(f"{self.folder / self.names[number]} is damaged: {AGAIN}")
+        if number not in self._whole and inspect_shard(self.paths[number], {}) is None:
+            raise ValueError(f"{self.paths[number]} is damaged: {AGAIN}")
         self._whole.add(number)
         first, end = block_offsets[within : within + 2].tolist()
         block = {
@@ -173,7 +189,7 @@ class FeatureShards(Dataset):
 
     def texts(self) -> Iterator[dict]:
         """The blocks in their order, without the target's signals: ``input_ids``, ``loss_mask`` and ``seq_lengths``."""
-        for number in range(len(self.names)):
+        for number in range(len(self.paths)):
             shard, cu_seqlens, block_offsets = self._shard(number)
             ids, mask = shard.get_tensor("input_ids"), shard.get_tensor("loss_mask")
             for first, end in block_offsets.unfold(0, 2, 1).tolist():
@@ -184,7 +200,7 @@ class FeatureShards(Dataset):
     def _shard(self, number: int) -> tuple:
         """Of an open shard the file, ``cu_seqlens`` and ``block_offsets``; the one used longest ago is closed for it."""
         if number not in self._open:
-            path = self.folder / self.names[number]
+            path = self.paths[number]
             try:
                 shard = safe_open(path, "pt")
                 self._open[number] = shard, shard.get_tensor("cu_seqlens"), shard.get_tensor("block_offsets")
@@ -215,14 +231,13 @@ class FeatureShards(Dataset):
             "chat_template_hash": template_hash(tokenizer),
             "target_weights": weights_fingerprint(target),
         }
-        differ = [
-            f"{key} {self.manifest[key]} there and {ours[key]} here" for key in ours if self.manifest[key] != ours[key]
-        ]
-        if differ:
-            raise ValueError(
-                f"the features in {self.folder} are those of {self.manifest['target']}, not of this target: "
-                f"{'; '.join(differ)}. Extract them anew with this target, or load the one they were made with"
-            )
+        for folder, theirs in self.manifests.items():
+            differ = [f"{key} {theirs[key]} there and {ours[key]} here" for key in ours if theirs[key] != ours[key]]
+            if differ:
+                raise ValueError(
+                    f"the features in {folder} are those of {theirs['target']}, not of this target: "
+                    f"{'; '.join(differ)}. Extract them anew with this target, or load the one they were made with"
+                )
 
 
 class ShardShuffle(Sampler):
@@ -243,8 +258,8 @@ class ShardShuffle(Sampler):
 
     def __iter__(self):
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        blocks = torch.arange(len(self.dataset)).split(self.dataset.blocks_per_shard)
-        shards = torch.randperm(len(self.dataset.names), generator=generator).tolist()
+        blocks = torch.arange(len(self.dataset)).tensor_split(self.dataset.starts[1:-1])
+        shards = torch.randperm(len(self.dataset.paths), generator=generator).tolist()
         for first in range(0, len(shards), self.dataset.cache_size):
             together = torch.cat([blocks[shard] for shard in shards[first : first + self.dataset.cache_size]])
             yield from together[torch.randperm(len(together), generator=generator)].tolist()

@@ -55,7 +55,7 @@ python train_peagle.py --feature_dir features
 ```python
 from data.feature_shards import FeatureShards
 
-blocks = FeatureShards("features", "train")  # blocks[0] is a dict of tensors
+blocks = FeatureShards("features")  # blocks[0] is a dict of tensors
 ```""",
     ),
 }

@@ -38,7 +38,7 @@ def test_each_document_has_the_signals_that_it_has_alone(name, batch_size, block
     target = make_target(name)
     manifest = extract_features(target, make_tokenizer(), blocks, tmp_path / "out", batch_size=batch_size, **FLOAT32)
     for split in ("train", "eval"):
-        stored, given = FeatureShards(tmp_path / "out", split), load_blocks(blocks)[split]
+        stored, given = FeatureShards(tmp_path / "out", split=split), load_blocks(blocks)[split]
         for i, (block, source) in enumerate(zip(stored, given, strict=True)):
             assert block["seq_lengths"] == source["seq_lengths"] and len(stored) == len(given)
             assert block["input_ids"].tolist() == source["input_ids"]

@@ -175,7 +175,7 @@ def test_two_processes_make_the_same_shards_as_one(target_folder, blocks, featur
     run = launch(tmp_path / "out")
     assert run.returncode == 0 and "in each of 2 process(es)" in run.stdout, run.stderr
     assert_same(tmp_path / "out", features)
-    assert FeatureShards(tmp_path / "out").manifest["complete"]
+    assert FeatureShards(tmp_path / "out").manifests[tmp_path / "out"]["complete"]
     run = launch(tmp_path / "refused", max_disk=1000)  # by both, or one would wait for the other for ever
     assert run.returncode != 0 and "--max_disk" in run.stderr
 
@@ -246,13 +246,35 @@ def test_the_shuffled_order_opens_each_shard_once(features):
     assert list(sampler) != first and sorted(sampler) == list(range(10))
 
 
+def test_several_folders_are_read_one_after_the_other(features, target_llama, tmp_path):
+    source = write_blocks(tmp_path / "blocks", {"train": 3, "eval": 0})
+    other = tmp_path / "other"
+    extract_features(target_llama, make_tokenizer(), source, other, layer_ids=LAYERS, **FLOAT32)
+    both, apart = FeatureShards(features, other), [*FeatureShards(features), *FeatureShards(other)]
+    assert len(both) == 13 == len(apart)
+    for index, block in enumerate(apart):  # the last shard of the first folder is shorter than the others
+        assert torch.equal(both[index]["features"], block["features"])
+        assert torch.equal(both[index]["input_ids"], block["input_ids"])
+    for text, block in zip(both.texts(), apart, strict=True):
+        assert torch.equal(text["input_ids"], block["input_ids"]) and text["seq_lengths"] == block["seq_lengths"]
+    fresh = FeatureShards(features, other, cache_size=2)
+    order = list(ShardShuffle(fresh, seed=3))
+    assert sorted(order) == list(range(13)) and opened(fresh, order) == len(fresh.paths) == 5
+    assert len(FeatureShards(features, other, split="eval")) == len(FeatureShards(features, split="eval"))
+    both.check(target_llama, make_tokenizer(), LAYERS)
+    manifest = json.loads((other / "manifest.json").read_text())
+    (other / "manifest.json").write_text(json.dumps(manifest | {"layer_ids": [0, 1, 2]}))
+    with pytest.raises(ValueError, match=f"the features in {other} are .* layer_ids .0, 1, 2. there and"):
+        FeatureShards(features, other).check(target_llama, make_tokenizer(), LAYERS)
+
+
 def test_workers_and_an_empty_split_read_too(features, target_llama, tmp_path):
     loader = torch.utils.data.DataLoader(FeatureShards(features), batch_size=None, num_workers=1)
     for block, again in zip(loader, FeatureShards(features), strict=True):
         assert torch.equal(block["features"], again["features"])
     source = write_blocks(tmp_path / "blocks", {"train": 2, "eval": 0})
     extract_features(target_llama, make_tokenizer(), source, tmp_path / "out", **FLOAT32)
-    assert list(ShardShuffle(FeatureShards(tmp_path / "out", "eval"))) == []
+    assert list(ShardShuffle(FeatureShards(tmp_path / "out", split="eval"))) == []
 
 
 def test_a_block_is_read_without_the_rest_of_its_shard(features):

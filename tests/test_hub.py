@@ -253,8 +253,8 @@ def test_published_features_are_trained_on_once_they_are_downloaded(hub, tmp_pat
     folder = ask(hub, tmp_path, download).stdout.strip()
     assert_same(folder, features)
     for split in ("train", "eval"):
-        assert [block["seq_lengths"] for block in FeatureShards(folder, split)] == [
-            block["seq_lengths"] for block in FeatureShards(features, split)
+        assert [block["seq_lengths"] for block in FeatureShards(folder, split=split)] == [
+            block["seq_lengths"] for block in FeatureShards(features, split=split)
         ]
 
 

@@ -231,7 +231,7 @@ def test_stored_signals_train_the_drafter_that_the_target_itself_would(workplace
     # One shard at a time is shuffled in another order than blocks in memory: the order is what has to differ.
     options = {"train_file": None, "max_steps": 8, "save_steps": 8}
     weights = []
-    for source in ({"train_dir": str(blocks)}, {"feature_dir": str(features), "shard_cache_size": 99}):
+    for source in ({"train_dir": str(blocks)}, {"feature_dir": [str(features)], "shard_cache_size": 99}):
         output = tmp_path / next(iter(source))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
@@ -255,6 +255,11 @@ def test_a_recipe_takes_every_name_that_the_command_line_takes(tmp_path, monkeyp
     args = parse("batch_size: 3\nnum_epochs: 2\nsave_every: 7\nlearning_rate: 0.002\n", "--save_every", "9")
     assert (args.per_device_train_batch_size, args.num_train_epochs, args.save_steps) == (3, 2, 9)
     assert args.learning_rate == 0.002 and args.eval_steps == 9
+    (tmp_path / "recipe.yaml").write_text("feature_dir: features\nuse_cpu: true\n")
+    monkeypatch.setattr(sys, "argv", ["train_peagle.py", "--config", str(tmp_path / "recipe.yaml")])
+    assert parse_arguments().feature_dir == ["features"]
+    monkeypatch.setattr(sys, "argv", ["train_peagle.py", "--feature_dir", "one", "another", "--use_cpu"])
+    assert parse_arguments().feature_dir == ["one", "another"]
     with pytest.raises(ValueError, match="sets segment_lenght, which no option is called"):
         parse("segment_lenght: 64\n")
 
