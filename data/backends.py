@@ -216,7 +216,8 @@ class Server:
         tokenizer: the target's, for self-prompting and to check what comes back.
         stop_ids: ids that end a turn besides the tokenizer's EOS.
         concurrency: requests at a time.
-        token_ids: ask for the exact tokens too, by vLLM's ``return_token_ids``; answers cut at the limit can then be kept.
+        token_ids: ask for the exact tokens too, by vLLM's ``return_token_ids``; answers cut at the limit can then be kept,
+            and prompts with tools asked as tokens, which needs no parser of calls there.
         retries, first_wait: how often to ask a busy or absent server again, and after how many seconds; the wait
             doubles each time, up to a minute.
     """
@@ -274,6 +275,10 @@ class Server:
     def _reply(self, request: Request) -> Reply:
         options = {"model": self.model, "max_tokens": request.max_new_tokens}
         options |= {"temperature": request.temperature, "seed": request.seed} | self.extras
+        if request.tools and self.extras and self.tokenizer is not None:
+            # Written out here, as vLLM takes tools only where it was told how to parse the calls, and we keep the tokens.
+            asked = {"prompt": prompt_ids(self.tokenizer, request.messages, request.tools)}
+            return self._checked(self._ask("POST", "completions", read_choice, asked | options))
         if request.text is None:
             asked = {"messages": request.messages} | ({"tools": request.tools} if request.tools else {})
             return self._checked(self._ask("POST", "chat/completions", read_choice, asked | options))

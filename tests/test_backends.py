@@ -10,11 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from chats import gemma
+from chats import TOOLS, chatml, gemma
 from conftest import GEMMA, WINDOW, plain
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from data.backends import InProcess, Request, RequestFailed, SeededSampling, Server
+from data.backends import InProcess, Request, RequestFailed, SeededSampling, Server, prompt_ids
 from data.conversations import read_jsonl
 from data.generate_data import generate_data
 from tests.test_generate_data import (  # noqa: F401
@@ -173,6 +173,30 @@ def test_a_cut_answer_is_kept_with_the_tokens_that_the_server_tells(serve, token
         generate_data(
             tmp_path / "ignored.jsonl", Server(url, "some", tokenizer=tokenizer, token_ids=True), tokenizer, **options
         )
+
+
+def test_prompts_with_tools_are_asked_as_the_tokens_that_training_sees(serve, tmp_path):
+    hermes, asked = chatml(TOOLS), []
+
+    def answer(body):
+        asked.append(body)
+        text = '{"name": "f"}'
+        ids = hermes(text + "<|im_end|>", add_special_tokens=False)["input_ids"]
+        said = {"message": {"content": text}} if "messages" in body else {"text": text}
+        return json.dumps({"choices": [said | {"token_ids": ids, "finish_reason": "stop"}]}).encode()
+
+    tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+    rows = [{"messages": [USER], "tools": tools}, {"messages": [USER]}]
+    options = {"prompts": write_rows(tmp_path / "prompts.jsonl", rows), "progress": False}
+    backend = Server(serve(answer), "some", tokenizer=hermes, token_ids=True, concurrency=1)
+    generate_data(tmp_path / "out.jsonl", backend, hermes, **options)
+    assert asked[0]["prompt"] == prompt_ids(hermes, [USER], tools) != prompt_ids(hermes, [USER], None)
+    assert "messages" not in asked[0] and "tools" not in asked[0] and asked[1]["messages"] == [USER]
+    for (_, row), given in zip(read_jsonl(tmp_path / "out.jsonl"), (tools, None), strict=True):
+        assert row.get("tools") == given and hermes.decode(row["resp_ids"]) == '{"name": "f"}<|im_end|>'
+    # Another server knows no token ids, and is asked in the protocol's own words.
+    generate_data(tmp_path / "other.jsonl", Server(serve(answer), "some", tokenizer=hermes), hermes, **options)
+    assert any(body.get("tools") == tools and "prompt" not in body for body in asked[2:])
 
 
 def test_what_was_finished_before_its_turn_outlives_a_kill(serve, tmp_path):
