@@ -126,7 +126,7 @@ def test_an_upload_has_what_a_dry_run_has(links, tmp_path, monkeypatch):
     features, sent = tmp_path / "features", {}
     features.mkdir()
     (features / "manifest.json").write_text("{}")
-    monkeypatch.setattr("data.hub.HfApi.create_repo", lambda self, repo_id, **options: None)
+    monkeypatch.setattr("data.hub.HfApi.create_repo", lambda self, repo_id, **options: f"made/{repo_id}")
 
     def upload_folder(self, repo_id, folder_path, repo_type, delete_patterns):
         sent.update({file.name: file.read_text() for file in Path(folder_path).iterdir()})
@@ -138,7 +138,7 @@ def test_an_upload_has_what_a_dry_run_has(links, tmp_path, monkeypatch):
     if not links:
         monkeypatch.setattr("data.hub.os.link", no_link)
     args = dry("")
-    assert publish("features", features, "org/f", {}, args) == "https://huggingface.co/datasets/org/f"
+    assert publish("features", features, "org/f", {}, args) == "made/org/f"
     publish("features", features, "org/f", {}, dry(tmp_path / "published"))
     assert sent == {file.name: file.read_text() for file in (tmp_path / "published").iterdir()}
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith("tmp")] == []
