@@ -34,7 +34,9 @@ from modeling_peagle_backbone import PEagleBackboneModel
 
 ROOT = Path(__file__).resolve().parent
 # What the repository consists of; what else lies in its folder, such as somebody's chats, is nobody's business.
-REPOSITORY = "*.py *.sh README.md LICENSE requirements.txt pyproject.toml .gitignore config.json model.safetensors".split()
+REPOSITORY = (
+    "*.py *.sh README.md LICENSE requirements.txt pyproject.toml .gitignore config.json model.safetensors".split()
+)
 REPOSITORY += "markov_head/* results/* accelerate_configs/*.yaml data/prompts.jsonl metrics/*/*.py".split()
 REPOSITORY += [f"{folder}/*.py" for folder in ("benchmarks", "custom_generate", "data", "tests")]
 # What an earlier push may have left and readers would take for ours: vLLM reads all weights that it finds. `*` is also `/`.
@@ -151,7 +153,9 @@ def lay_out_drafter(args, folder: Path) -> None:
     drafter, name = load(args.drafter), args.push_to_hub.split("/")[1]
     config = drafter.config
     config.target_name_or_path = target_of(config.to_dict(), args.target)
-    body, source = (config.lm_config, " of a pretrained model") if isinstance(drafter, PEagleBackboneModel) else (config, "")
+    body, source = (
+        (config.lm_config, " of a pretrained model") if isinstance(drafter, PEagleBackboneModel) else (config, "")
+    )
     drafter.save_pretrained(folder)  # with the modules that it imports
     copy_files({ROOT / "custom_generate/generate.py", ROOT / "LICENSE"}, folder)
     data = ModelCardData(
@@ -219,7 +223,9 @@ def lay_out_space(args, folder: Path) -> None:
     copy_files(files, folder)
     # Of Gradio the front matter tells the version, of torch the hardware of the Space.
     needed = {name: pin for name, pin in REQUIREMENTS.items() if name.replace("-", "_") in imported - {"gradio"}}
-    (folder / "requirements.txt").write_text("".join(f"{name}{pin}\n" for name, pin in (needed | {"torch": ""}).items()))
+    (folder / "requirements.txt").write_text(
+        "".join(f"{name}{pin}\n" for name, pin in (needed | {"torch": ""}).items())
+    )
     title = f"P-EAGLE: {target.split('/')[1]}"
     data = SpaceCardData(
         title=title,

@@ -2,6 +2,7 @@
 
 It speaks what they need to make models, data sets and Spaces, to upload (inline or by LFS), commit, list and download, and
 refuses what the Hub refuses: writers without the token, content of another hash, tokens at the storage, deleting what is not there.
+A plugin of pytest; PYTEST_DONT_REWRITE, as tests import it before pytest does.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from base64 import b64decode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
 from conftest import ROOT
 
 
@@ -57,6 +59,9 @@ class Hub(ThreadingHTTPServer):
 
     def commit(self, name: str, files: dict[str, bytes], private: bool = False, kind: str = "datasets") -> str:
         commits = self.repos.setdefault(name, {"kind": kind, "private": private, "commits": []})["commits"]
+        for path, content in files.items():
+            if path.endswith(self.lfs):
+                self.objects[hashlib.sha256(content).hexdigest()] = content
         commits.append((hashlib.sha1(f"{name} {len(commits)}".encode()).hexdigest(), files))
         return commits[-1][0]
 
@@ -219,3 +224,31 @@ class Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             return self.answer(content[first : last + 1], 206, **headers)
         self.answer(content, **headers)
+
+
+@pytest.fixture
+def hub():
+    """A Hub that ends up without its token in anything that was published."""
+    with Hub() as hub:
+        yield hub
+        hub.shutdown()
+    assert not any(TOKEN.encode() in content for _, files in history(hub) for content in files.values())
+
+
+def history(hub):
+    return [commit for repo in hub.repos.values() for commit in repo["commits"]]
+
+
+def ask(hub, tmp_path, *command, **environment):
+    """Run Python code with its arguments as a user does, who is shown neither the token nor a traceback."""
+    done = hub.client(tmp_path / "home", "-c", *command, **environment)
+    assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def contents(folder):
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def published(hub, name):
+    return {path: content for path, content in hub.files(name).items() if path != ".gitattributes"}
