@@ -22,12 +22,13 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 import gradio as gr
+from huggingface_hub import metadata_load
 
 from data.chat_template import fit_template
 from data.conversations import BadConversation, read_tools
 from data.hub import public_name
 from decoding_peagle import DecodingStats, position_limit
-from inference_peagle import Generation, PEAGLEInference
+from inference_peagle import ROOT, Generation, PEAGLEInference
 from prepack_peagle import prepack
 from streaming_peagle import StreamedToken, TokenStream
 
@@ -288,8 +289,11 @@ def stop(turns: list[Turn]) -> str:
 
 
 def load(drafter=None, target=None, **loading) -> PEAGLEInference:
-    """The engine for the page; what is not given is what `DRAFTER` and `TARGET` name in the environment."""
+    """The engine for the page; what is not given is what `DRAFTER` and `TARGET` name in the environment, and where neither
+    does what the card of a Space names."""
     drafter, target = drafter or os.environ.get("DRAFTER") or None, target or os.environ.get("TARGET") or None
+    if drafter is None and target is None:
+        drafter, target = (metadata_load(ROOT / "README.md") or {}).get("models", (None, None))
     engine = PEAGLEInference(drafter, target, **loading)
     for model in (engine.target, engine.drafter):
         with suppress(ValueError):  # on a GPU and in other dtypes than float32 nothing is to be prepared

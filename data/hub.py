@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
@@ -65,28 +66,30 @@ SHARDS = [f"data/{side}-*-of-*.parquet" for side in ("train", "eval")]
 SHARDS += [f"{side}-*-of-*.safetensors" for side in ("train", "eval")]
 
 
-def data_set_id(name: str) -> str:
-    """An argument as it is, if it can name a data set: told at once, not when hours of work are to be published."""
+def hub_id(name: str) -> str:
+    """An argument as it is, if it can name something of the Hub: told at once, not when hours of work are to be published."""
     validate_repo_id(name)
     if "/" not in name:
         raise ValueError(f"{name} does not read org/name")
     return name
 
 
-def add_hub_arguments(parser) -> None:
+def add_hub_arguments(parser, what: str = "data set", required: bool = False) -> None:
+    """The arguments of [`send`]; ``what``: is published, ``required``: and nothing else is done."""
     add = parser.add_argument
     push = add(
         "--push_to_hub",
-        type=data_set_id,
+        type=hub_id,
         metavar="ORG/NAME",
-        help="publish the finished output as this data set of the Hub",
+        required=required,
+        help=f"publish the finished output as this {what} of the Hub",
     )
-    add("--license", default="other", help="licence of the data, for the card (%(default)s)")
-    add("--private", action="store_true", help="keep the data set private")
+    add("--license", default="other", help=f"licence of the {what}, for the card (%(default)s)")
+    add("--private", action="store_true", help=f"keep the {what} private")
 
     class DryRun(argparse.Action):
         def __call__(self, parser, namespace, folder, option_string=None):
-            push.required = True  # the card names the data set; without one nothing would be laid out
+            push.required = True  # the card names it; without a name nothing would be laid out
             setattr(namespace, self.dest, folder)
 
     add(
@@ -142,31 +145,62 @@ def lay_out(kind: str, output: Path, folder: Path, card: DatasetCard, copy=shuti
     card.save(folder / "README.md")
 
 
-def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
-    """Publish what a step wrote, or lay it out in ``args.dry_run``; returns what to tell: where it went.
+def send(
+    lay_out: Callable[[Path], None],
+    repo_id: str,
+    args,
+    *,
+    repo_type: str,
+    replaced: list[str],
+    space_sdk: str | None = None,
+    place: Path | None = None,
+    ready: str = "",
+) -> str:
+    """Publish what ``lay_out`` fills a folder with, or leave that in ``args.dry_run``; returns what to tell: where it went.
 
-    ``kind``: one of KINDS; ``args``: with the values of `add_hub_arguments`. The token comes from huggingface_hub's login
-    or the environment. Shards of an earlier push are replaced, other files are left. Raises FileExistsError where the
-    folder of a dry run is there, and OSError where publishing fails; the output is left as it is.
+    ``args``: with the values of `add_hub_arguments`; ``replaced``: patterns of the files that an earlier push may have left,
+    which are deleted, others are left; ``place``: where the folder may be until it is uploaded; ``ready``: what an error
+    begins with. The token comes from huggingface_hub's login or the environment. Raises FileExistsError where the folder of a
+    dry run is there, and OSError where publishing fails.
     """
-    output, card, api = Path(output), make_card(kind, repo_id, manifest, args.license), HfApi()
     if args.dry_run:
         if Path(args.dry_run).exists():
             raise FileExistsError(f"{args.dry_run} is there already: delete it, or name another folder")
-        # Copies, though they take the output's size once more: whoever edits links would edit the output.
-        lay_out(kind, output, Path(args.dry_run), card)
+        lay_out(Path(args.dry_run))
         return f"nothing yet, see {args.dry_run} for what would be"
-    try:
-        with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-            lay_out(kind, output, Path(folder), card, _link)  # nobody edits what is gone after the upload
+    api, repo = HfApi(), {"repo_id": repo_id, "repo_type": repo_type}
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        lay_out(Path(folder))
+        try:
             # Where nothing is asked an organization's own default holds, which may well be private.
-            api.create_repo(repo_id, repo_type="dataset", private=args.private or None, exist_ok=True)
-            if args.private and not api.dataset_info(repo_id).private:
+            url = api.create_repo(**repo, private=args.private or None, exist_ok=True, space_sdk=space_sdk)
+            if args.private and not api.repo_info(**repo).private:
                 raise ValueError("it is there already, and public")
-            api.upload_folder(repo_id=repo_id, folder_path=folder, repo_type="dataset", delete_patterns=SHARDS)
-    except Exception as error:  # huggingface_hub's, httpx's and hf_xet's, which share no base
-        raise OSError(
-            f"{output} is whole, but {repo_id} was not published: {error}\nLog in with `hf auth login` as someone who may "
-            "write there, or name another data set; then run the same command again, which goes on with publishing"
-        ) from error
-    return f"{api.endpoint}/datasets/{repo_id}"
+            api.upload_folder(**repo, folder_path=folder, delete_patterns=replaced)
+        except Exception as error:  # huggingface_hub's, httpx's and hf_xet's, which share no base
+            raise OSError(
+                f"{ready}{repo_id} was not published: {error}\nSee that the Hub is reached, and log in with `hf auth login` as "
+                "someone who may write there, or choose another name; then run the same command again, which goes on with "
+                "publishing"
+            ) from error
+    return str(url)
+
+
+def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
+    """Publish what a step wrote, or lay it out in ``args.dry_run``; see [`send`] for what is returned and raised.
+
+    ``kind``: one of KINDS. The output is left as it is.
+    """
+    output, card = Path(output), make_card(kind, repo_id, manifest, args.license)
+    # For a dry run copies, though they take the output's size once more: whoever edits links would edit the output. Nobody
+    # edits what is gone after the upload.
+    copy = shutil.copy2 if args.dry_run else _link
+    return send(
+        lambda folder: lay_out(kind, output, folder, card, copy),
+        repo_id,
+        args,
+        place=output.parent,
+        ready=f"{output} is whole, but ",
+        repo_type="dataset",
+        replaced=SHARDS,
+    )

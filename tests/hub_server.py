@@ -1,7 +1,8 @@
-"""A small Hub on this machine that the real clients, huggingface_hub and datasets, talk to; its data sets are in memory.
+"""A small Hub on this machine that the real clients, huggingface_hub, transformers and datasets, talk to; all is in memory.
 
-It speaks what they need to make data sets, to upload (inline or by LFS), commit, list and download, and refuses what the
-Hub refuses: writers without the token, content of another hash, tokens at the storage, deleting what is not there.
+It speaks what they need to make models, data sets and Spaces, to upload (inline or by LFS), commit, list and download, and
+refuses what the Hub refuses: writers without the token, content of another hash, tokens at the storage, deleting what is not there.
+A plugin of pytest; PYTEST_DONT_REWRITE, as tests import it before pytest does.
 """
 
 import hashlib
@@ -15,20 +16,22 @@ from base64 import b64decode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
 from conftest import ROOT
 
 
 TOKEN = "hf_" + "NeverToBeShown" * 2
-DATA_SET, REVISION = "(?P<name>[^/]+/[^/.]+)", "(?P<revision>[^/]+)"
+NAME, REVISION = "(?P<name>[^/]+/[^/.]+)", "(?P<revision>[^/]+)"
+REPO, API = f"/((?P<kind>datasets|spaces)/)?{NAME}", f"/api/(?P<kind>models|datasets|spaces)/{NAME}"
 ROUTES = {  # of the method's name: verb and path
     "create": "POST /api/repos/create",
     "validate": "POST /api/validate-yaml",
-    "preupload": f"POST /api/datasets/{DATA_SET}/preupload/main",
-    "batch": rf"POST /datasets/{DATA_SET}\.git/info/lfs/objects/batch",
-    "commit": f"POST /api/datasets/{DATA_SET}/commit/main",
-    "info": f"GET /api/datasets/{DATA_SET}(/revision/{REVISION})?",
-    "tree": f"GET /api/datasets/{DATA_SET}/tree/{REVISION}(/(?P<path>.+))?",
-    "resolve": f"GET /datasets/{DATA_SET}/resolve/{REVISION}/(?P<path>.+)",
+    "preupload": f"POST {API}/preupload/main",
+    "batch": rf"POST {REPO}\.git/info/lfs/objects/batch",
+    "commit": f"POST {API}/commit/main",
+    "info": f"GET {API}(/revision/{REVISION})?",
+    "tree": f"GET {API}/tree/{REVISION}(/(?P<path>.+))?",
+    "resolve": f"GET {REPO}/resolve/{REVISION}/(?P<path>.+)",
     "store": "PUT /storage/(?P<oid>[0-9a-f]{64})",
     "fetch": "GET /storage/(?P<oid>[0-9a-f]{64})",
 }
@@ -39,8 +42,8 @@ class Refused(Exception):
 
 
 class Hub(ThreadingHTTPServer):
-    """``repos``: by name, whether it is private, and its commits, each an id and the files. ``default``: the visibility of
-    what is made. ``lfs``: ends of the names uploaded by LFS. ``failing``: of part of a path, the status that it gets,
+    """``repos``: by name, the kind, whether it is private, and its commits, each an id and the files. ``default``: the
+    visibility of what is made. ``lfs``: ends of the names uploaded by LFS. ``failing``: of part of a path, the status that it gets,
     None to hang up."""
 
     def __init__(self):
@@ -54,18 +57,25 @@ class Hub(ThreadingHTTPServer):
     def files(self, name: str) -> dict[str, bytes]:
         return self.repos[name]["commits"][-1][1]
 
-    def commit(self, name: str, files: dict[str, bytes], private: bool = False) -> str:
-        commits = self.repos.setdefault(name, {"private": private, "commits": []})["commits"]
+    def commit(self, name: str, files: dict[str, bytes], private: bool = False, kind: str = "datasets") -> str:
+        commits = self.repos.setdefault(name, {"kind": kind, "private": private, "commits": []})["commits"]
+        for path, content in files.items():
+            if path.endswith(self.lfs):
+                self.objects[hashlib.sha256(content).hexdigest()] = content
         commits.append((hashlib.sha1(f"{name} {len(commits)}".encode()).hexdigest(), files))
         return commits[-1][0]
 
-    def client(self, home, *command, **environment) -> subprocess.CompletedProcess:
+    def address(self, name: str) -> str:
+        kind = self.repos[name]["kind"]
+        return f"{self.endpoint}/{'' if kind == 'models' else f'{kind}/'}{name}"
+
+    def client(self, home, *command, cwd=ROOT, **environment) -> subprocess.CompletedProcess:
         """Python with ``command`` as a user of this Hub has it, ``home`` being their cache; a None unsets a variable."""
         ours = {"HF_ENDPOINT": self.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
         ours |= {"HF_HUB_OFFLINE": None, "HF_UPDATE_DOWNLOAD_COUNTS": "0"} | environment
         both = {name: value for name, value in (os.environ | ours).items() if value is not None}
         command = [sys.executable, *map(str, command)]
-        return subprocess.run(command, cwd=ROOT, env=both, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, cwd=cwd, env=both, capture_output=True, text=True, timeout=300)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -104,8 +114,8 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(b"" if self.command == "HEAD" else body)
 
-    def enter(self, method, name=None, revision=None, **rest) -> dict:
-        """What a method takes, once whoever asks may, and the data set and revision are there."""
+    def enter(self, method, kind=None, name=None, revision=None, **rest) -> dict:
+        """What a method takes, once whoever asks may, and the repository and revision are there."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if method in ("store", "fetch") and token:
             raise Refused(400, "a token was sent to the storage, whose addresses are signed")
@@ -113,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
         repo = self.server.repos.get(name)
         if token != TOKEN and (self.command == "POST" or repo and repo["private"]):
             raise Refused(401, "Invalid username or password.")
-        if name and not repo:
+        if name and (not repo or repo["kind"] != (kind or "models")):
             raise Refused(404, "Repository not found", "RepoNotFound")
         if name:
             self.sha = repo["commits"][-1][0] if revision in (None, "main") else revision
@@ -124,13 +134,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def create(self):
         asked = json.loads(self.sent)
-        name = f"{asked['organization']}/{asked['name']}"
-        made = {"url": f"{self.server.endpoint}/datasets/{name}"}
-        if name in self.server.repos:
-            return self.answer(made | {"error": "You already created this dataset repo"}, 409)
-        private = asked.get("visibility", self.server.default) == "private"
-        self.server.commit(name, {".gitattributes": b"*.parquet filter=lfs\n"}, private)
-        self.answer(made)
+        name, kind = f"{asked['organization']}/{asked['name']}", f"{asked.get('type', 'model')}s"
+        if kind == "spaces" and asked.get("sdk") != "gradio":
+            raise Refused(400, "a Space needs its sdk")
+        error = {"error": "You already created this repo"} if name in self.server.repos else {}
+        if not error:
+            private = asked.get("visibility", self.server.default) == "private"
+            self.server.commit(name, {".gitattributes": b"*.parquet filter=lfs\n"}, private, kind)
+        self.answer({"url": self.server.address(name)} | error, 409 if error else 200)
 
     def validate(self):
         self.answer({"errors": [], "warnings": []})
@@ -168,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
                     if files.pop(path, None) is None:
                         raise Refused(404, "A file with this name doesn't exist", "EntryNotFound")
         sha = self.server.commit(self.name, files)
-        self.answer({"commitOid": sha, "commitUrl": f"{self.server.endpoint}/datasets/{self.name}/commit/{sha}"})
+        self.answer({"commitOid": sha, "commitUrl": f"{self.server.address(self.name)}/commit/{sha}"})
 
     def info(self):
         siblings = [{"rfilename": path} for path in sorted(self.files)]
@@ -213,3 +224,31 @@ class Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
             return self.answer(content[first : last + 1], 206, **headers)
         self.answer(content, **headers)
+
+
+@pytest.fixture
+def hub():
+    """A Hub that ends up without its token in anything that was published."""
+    with Hub() as hub:
+        yield hub
+        hub.shutdown()
+    assert not any(TOKEN.encode() in content for _, files in history(hub) for content in files.values())
+
+
+def history(hub):
+    return [commit for repo in hub.repos.values() for commit in repo["commits"]]
+
+
+def ask(hub, tmp_path, *command, **environment):
+    """Run Python code with its arguments as a user does, who is shown neither the token nor a traceback."""
+    done = hub.client(tmp_path / "home", "-c", *command, **environment)
+    assert TOKEN not in done.stdout + done.stderr and "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def contents(folder):
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def published(hub, name):
+    return {path: content for path, content in hub.files(name).items() if path != ".gitattributes"}
