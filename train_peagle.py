@@ -5,7 +5,6 @@ that it learns; the drafter learns all depths of all sampled slots in one forwar
 (with --use_lora only the finished one, the others to resume from).
 """
 
-import json
 import math
 import os
 import shutil
@@ -18,16 +17,13 @@ import psutil
 import torch
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import set_seed, sort_checkpoints
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.trainer_utils import set_seed
 
 from acceptance_peagle import Calibration, prompts_of
 from arguments_peagle import PEagleArguments, parse_arguments
-from configuration_peagle import DrafterConfig, PEagleBackboneConfig, PEagleConfig
+from configuration_peagle import PEagleBackboneConfig, PEagleConfig
 from data.collator import PackingCollator
 from data.feature_shards import FeatureShards
 from data.sequence_packing import first_sample, load_blocks, pack_file
@@ -36,6 +32,7 @@ from lora_peagle import add_lora, merge_lora
 from modeling_peagle import Drafter, PEagleModel
 from modeling_peagle_backbone import PEagleBackboneModel
 from published_peagle import MASK_TOKENS
+from resume_peagle import check_draft_vocabulary, check_flags, checkpoint_to_resume, held, state_of
 from target_peagle import DEFAULT_TARGET, load_target, stop_token_ids
 from trainer_peagle import PEagleTrainer, TargetSignals
 
@@ -130,55 +127,6 @@ def texts_of(blocks):
     return blocks.texts() if isinstance(blocks, FeatureShards) else blocks
 
 
-def is_whole(checkpoint: str) -> bool:
-    """Whether a checkpoint was written to its end: the Trainer writes its own state last."""
-    try:
-        with open(os.path.join(checkpoint, TRAINER_STATE_NAME)) as file:
-            json.load(file)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def checkpoint_to_resume(args: PEagleArguments, config: DrafterConfig) -> str | None:
-    """The checkpoint that `--resume` names, `true` for the last whole one of `--output_dir`; None without it.
-
-    Raises:
-        ValueError: There is none, or it holds a drafter of another shape, of which parts would start anew unnoticed. Or
-            there is one, without `--resume`, that a new run would overwrite.
-    """
-    path, there = args.resume_from_checkpoint, sort_checkpoints(args.output_dir)
-    if not path:
-        if there or os.path.isfile(os.path.join(args.output_dir, "config.json")):
-            raise ValueError(f"{args.output_dir} holds a drafter: go on with --resume, or name another --output_dir.")
-        return None
-    if str(path).lower() == "true":
-        whole = [checkpoint for checkpoint in there if is_whole(checkpoint)]
-        path = whole[-1] if whole else None
-        if there and there[-1] != path:
-            print(f"{there[-1]} was not written to its end; going on with {path or 'nothing'}")
-    if path is None or not is_whole(path):
-        raise ValueError(f"--resume: there is no whole checkpoint in {path or args.output_dir}.")
-    saved, ours = type(config).from_pretrained(path).to_dict(), config.to_dict()
-    unshaped = ("architectures", "dtype", "transformers_version", "use_cache", "_name_or_path")
-    differ = [key for key in ours if key not in unshaped and saved.get(key) != ours[key]]
-    if differ:
-        words = ", ".join(f"{key} {saved.get(key)} there and {ours[key]} here" for key in sorted(differ))
-        raise ValueError(f"--resume: the drafter in {path} is another one: {words}. Use the same flags.")
-    return path
-
-
-def check_draft_vocabulary(checkpoint: str, drafter: Drafter):
-    """Refuse to go on with a drafter of other draft tokens: the head's rows and the labels would not belong together."""
-    if drafter.config.draft_vocab_size < drafter.config.vocab_size:
-        with safe_open(os.path.join(checkpoint, SAFE_WEIGHTS_NAME), "pt") as file:
-            if not torch.equal(file.get_tensor("d2t"), drafter.d2t.cpu()):
-                raise ValueError(
-                    f"--resume: the draft vocabulary of {checkpoint} is not that of this data, whose most frequent tokens are "
-                    "others. Go on with the data, --eval_fraction and --max_seq_len that the run began with."
-                )
-
-
 def planned_updates(trainer: PEagleTrainer) -> int:
     args = trainer.args
     updates = math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
@@ -239,10 +187,6 @@ def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> st
     )
 
 
-def state_of(checkpoint: str) -> TrainerState:
-    return TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
-
-
 def train_on(trainer: PEagleTrainer, checkpoint: str | None):
     """Trains, from a checkpoint if there is one. Of a run that has all its steps the Trainer would take one more."""
     if checkpoint is not None:
@@ -258,6 +202,11 @@ def train_on(trainer: PEagleTrainer, checkpoint: str | None):
 
 
 def main(args: PEagleArguments):
+    with held(args):
+        run(args)
+
+
+def run(args: PEagleArguments):
     set_seed(args.seed)
     if args.device.type == "cpu":
         # accelerate starts every process with one thread, whatever the machine has.
@@ -318,13 +267,13 @@ def main(args: PEagleArguments):
     checkpoint = checkpoint_to_resume(args, config)
     if checkpoint is not None:
         check_draft_vocabulary(checkpoint, drafter)
-    batch, seconds = measure_batch(trainer)
-    if args.max_minutes is not None:
-        if checkpoint is not None:
+        if args.max_minutes is not None:
             args.max_steps = state_of(checkpoint).max_steps
-        else:
-            fitting = int(60 * args.max_minutes / (seconds * args.gradient_accumulation_steps))
-            args.max_steps = max(1, min(fitting, planned_updates(trainer)))
+        check_flags(checkpoint, args)
+    batch, seconds = measure_batch(trainer)
+    if args.max_minutes is not None and checkpoint is None:
+        fitting = int(60 * args.max_minutes / (seconds * args.gradient_accumulation_steps))
+        args.max_steps = max(1, min(fitting, planned_updates(trainer)))
     expected = cost(trainer, int(seen.sum()), batch, seconds)
     if args.process_index == 0:
         print(expected)
