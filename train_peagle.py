@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig
 from transformers.trainer_utils import set_seed
 
-from acceptance_peagle import Calibration, prompts_of
+from acceptance_peagle import Calibration, decode, prompts_of
 from arguments_peagle import PEagleArguments, parse_arguments
 from configuration_peagle import PEagleBackboneConfig, PEagleConfig
 from data.collator import PackingCollator
@@ -127,10 +127,24 @@ def texts_of(blocks):
     return blocks.texts() if isinstance(blocks, FeatureShards) else blocks
 
 
+def updates_per_epoch(trainer: PEagleTrainer) -> int:
+    return math.ceil(len(trainer.get_train_dataloader()) / trainer.args.gradient_accumulation_steps)
+
+
 def planned_updates(trainer: PEagleTrainer) -> int:
     args = trainer.args
-    updates = math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
-    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates_per_epoch(trainer))
+
+
+def planned_evaluations(trainer: PEagleTrainer) -> int:
+    """Those during training, at its last step too, and the one that the finished drafter gets."""
+    args, updates = trainer.args, planned_updates(trainer)
+    if trainer.eval_dataset is None or args.eval_strategy == "no":
+        return int(trainer.eval_dataset is not None)
+    every = updates_per_epoch(trainer)
+    if args.eval_strategy == "steps":
+        every = args.eval_steps if args.eval_steps >= 1 else math.ceil(updates * args.eval_steps)
+    return math.ceil(updates / max(every, 1)) + 1
 
 
 def measure_batch(trainer: PEagleTrainer) -> tuple[dict, float]:
@@ -146,14 +160,40 @@ def measure_batch(trainer: PEagleTrainer) -> tuple[dict, float]:
             seconds.append(time.perf_counter() - start)
         trainer.model.zero_grad(set_to_none=True)
         trainer.forget_metrics()
-    last = torch.tensor([seconds[-1]], device=trainer.args.device)
-    return batch, trainer.accelerator.gather(last).max().item()
+    return batch, slowest(trainer, seconds[-1])
+
+
+def measure_evaluation(trainer: PEagleTrainer) -> float:
+    """Seconds that an evaluation takes, in the slowest process: by one batch, and one answer.
+
+    That is a whole one to the longest prompt, and of a drafter that has learned nothing yet: later ones take fewer forwards.
+    """
+    loader, prompts, tokens = trainer.get_eval_dataloader(), trainer.prompts, trainer.args.eval_new_tokens
+    trainer.model.eval()
+    with torch.random.fork_rng(devices=[]):
+        batch = next(iter(loader))
+        start = time.perf_counter()
+        trainer.prediction_step(trainer.model, batch, prediction_loss_only=True)
+        read = time.perf_counter()
+        if prompts:
+            decode(trainer.signals.target, trainer.model, [max(prompts, key=len)], tokens, min_new_tokens=tokens)
+        seconds = (read - start) * len(loader) + (time.perf_counter() - read) * len(prompts)
+    trainer.forget_metrics()
+    return slowest(trainer, seconds)
+
+
+def slowest(trainer: PEagleTrainer, seconds: float) -> float:
+    return trainer.accelerator.gather(torch.tensor([seconds], device=trainer.args.device)).max().item()
 
 
 def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> str:
     """What training will take, in words; `tokens` is what an epoch reads, the rest from [`measure_batch`]."""
     args, updates = trainer.args, planned_updates(trainer)
-    forwards = updates * args.gradient_accumulation_steps
+    forwards, evaluations = updates * args.gradient_accumulation_steps, planned_evaluations(trainer)
+    judged = ""
+    if evaluations:
+        longest = timedelta(seconds=round(measure_evaluation(trainer) * evaluations))
+        judged = f", and about {longest} for {evaluations} evaluation{'s' * (evaluations > 1)}"
     parameters = list(trainer.model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     read, slots = batch["input_ids"].numel(), batch["anchor"].numel()
@@ -182,7 +222,7 @@ def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> st
         f"{tokens:,} tokens an epoch, the target's outputs {signals}; {trained:,} trained parameters\n"
         f"{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,} tokens and "
         f"{slots:,} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds * forwards))} "
-        f"at {seconds:.2f} s a batch, without evaluations\n"
+        f"at {seconds:.2f} s a batch{judged}\n"
         f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB on the disk for {checkpoints} checkpoint{'s' * (checkpoints > 1)}"
     )
 
