@@ -16,39 +16,34 @@ from transformers.models.llama.modeling_llama import (
 )
 
 
-class SlotAttention(LlamaAttention):
-    """Keys and values of all slots, queries of `rows` only."""
+def attend(attention: LlamaAttention, hidden_states, rows, position_embeddings, attention_mask, cache) -> torch.Tensor:
+    """Llama's attention with keys and values of all slots, but queries of `rows` only, `(batch, rows, hidden_size)`."""
 
-    def forward(self, hidden_states, position_embeddings, attention_mask, cache, rows) -> torch.Tensor:
-        def heads(projection, states):
-            return projection(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def heads(projection, states):
+        return projection(states).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
 
-        cos, sin = (table[:, None] for table in position_embeddings)
-        query = heads(self.q_proj, hidden_states[:, rows])
-        query = query * cos[:, :, rows] + rotate_half(query) * sin[:, :, rows]
-        key, value = heads(self.k_proj, hidden_states), heads(self.v_proj, hidden_states)
-        key = key * cos + rotate_half(key) * sin
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        output = query.transpose(1, 2)
-        if output.numel():  # of no query at all kernels make an error
-            output, _ = attend(self, query, key, value, attention_mask[:, :, rows], scaling=self.scaling)
-        return self.o_proj(output.flatten(-2))
+    cos, sin = (table[:, None] for table in position_embeddings)
+    query = heads(attention.q_proj, hidden_states[:, rows])
+    query = query * cos[:, :, rows] + rotate_half(query) * sin[:, :, rows]
+    key, value = heads(attention.k_proj, hidden_states), heads(attention.v_proj, hidden_states)
+    key = key * cos + rotate_half(key) * sin
+    if cache is not None:
+        key, value = cache.update(key, value, attention.layer_idx)
+    kernel = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager_attention_forward)
+    output = query.transpose(1, 2)
+    if output.numel():  # of no query at all kernels make an error
+        output, _ = kernel(attention, query, key, value, attention_mask[:, :, rows], scaling=attention.scaling)
+    return attention.o_proj(output.flatten(-2))
 
 
 class PEagleLayer(LlamaDecoderLayer):
-    """A Llama layer `(batch, slots, hidden_size)` to `(batch, rows, hidden_size)`; the other arguments are its attention's."""
-
-    def __init__(self, config, layer_idx: int):
-        super().__init__(config, layer_idx)
-        self.self_attn = SlotAttention(config, layer_idx)
+    """A Llama layer, `(batch, slots, hidden_size)` to `(batch, rows, hidden_size)`; further arguments are those of [`attend`]."""
 
     def forward(self, hidden_states, rows, **kwargs):
         return self.put_out(self.input_layernorm(hidden_states), hidden_states, rows, kwargs)
 
     def put_out(self, read, residual, rows, kwargs: dict) -> torch.Tensor:
-        hidden_states = residual[:, rows] + self.self_attn(read, rows=rows, **kwargs)
+        hidden_states = residual[:, rows] + attend(self.self_attn, read, rows, **kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 

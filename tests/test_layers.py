@@ -8,9 +8,8 @@ from conftest import make_drafter
 from test_segments import assert_same, drafter_of
 from test_training import block, build_target, build_trainer, document
 from transformers import DynamicCache
-from transformers.models.llama.modeling_llama import LlamaAttention
 
-from layers_peagle import PEagleLayer
+from layers_peagle import PEagleLayer, attend
 
 
 def everything(monkeypatch):
@@ -63,8 +62,8 @@ def test_with_all_rows_the_attention_is_llamas(llama):
     attention = make_drafter(llama, num_hidden_layers=2).layers[1].self_attn
     states, mask = torch.randn(1, 9, 32), torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
     tables = torch.randn(2, 1, 9, 8)
-    ours = attention(states, tuple(tables), mask, None, slice(None))
-    theirs, _ = LlamaAttention.forward(attention, states, tuple(tables), mask)
+    theirs, _ = attention(states, tuple(tables), mask)
+    ours = attend(attention, states, slice(None), tuple(tables), mask, None)
     torch.testing.assert_close(ours, theirs)
 
 
