@@ -40,8 +40,10 @@ def prompts_of(blocks: Iterable[dict], longest: int) -> Iterable[list[int]]:
 
 
 @torch.no_grad()
-def decode(target, drafter, prompts: list[list[int]], max_new_tokens: int) -> dict[str, float]:
+def decode(target, drafter, prompts: list[list[int]], max_new_tokens: int, **options) -> dict[str, float]:
     """Answer every prompt greedily with the drafter's chains, which is what the same drafter does on any machine.
+
+    `options` are further ones of `generate`.
 
     Returns:
         `dict[str, float]`: `tau`, tokens per target forward over all prompts, and `acceptance_depth_<d>`, the share of the
@@ -59,6 +61,7 @@ def decode(target, drafter, prompts: list[list[int]], max_new_tokens: int) -> di
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 return_dict_in_generate=True,
+                **options,
             )
             total += output.stats
     metrics = {"tau": total.tau}

@@ -205,6 +205,11 @@ class PEagleArguments(TrainingArguments):
             raise ValueError(
                 "--remove_unused_columns must stay false: the collator reads columns that it would remove."
             )
+        if self.push_to_hub:
+            raise ValueError(
+                "--push_to_hub would publish the training folder as it is, without card and code: train first, then "
+                f"python publish_peagle.py drafter --drafter {self.output_dir} --push_to_hub org/name"
+            )
         if self.neftune_noise_alpha is not None:
             raise ValueError(
                 "--neftune_noise_alpha is not supported: the embeddings that it disturbs are the target's."

@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
     LlamaPreTrainedModel,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
@@ -41,6 +40,7 @@ try:
     from .configuration_peagle import DrafterConfig, PEagleConfig
     from .generation_peagle import speculative_generate
     from .heads_peagle import FrozenHeadScore, MarkovHead
+    from .layers_peagle import PEagleFirstLayer, PEagleLayer
     from .modeling_peagle_sequential import best, read_in_waves
     from .published_peagle import RENAMED, UNREAD
 except ImportError:
@@ -48,6 +48,7 @@ except ImportError:
     from configuration_peagle import DrafterConfig, PEagleConfig
     from generation_peagle import speculative_generate
     from heads_peagle import FrozenHeadScore, MarkovHead
+    from layers_peagle import PEagleFirstLayer, PEagleLayer
     from modeling_peagle_sequential import best, read_in_waves
     from published_peagle import RENAMED, UNREAD
 
@@ -400,27 +401,6 @@ class Drafter:
             ) from error
 
 
-class PEagleFirstLayer(LlamaDecoderLayer):
-    """A Llama layer whose queries, keys and values read `[norm(embedding); norm(fused features)]`, 2H wide (EAGLE-3)."""
-
-    def __init__(self, config: PEagleConfig, layer_idx: int = 0):
-        super().__init__(config, layer_idx)
-        self.norm_before_residual = config.norm_before_residual
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            setattr(
-                self.self_attn, name, nn.Linear(2 * config.hidden_size, narrow.out_features, narrow.bias is not None)
-            )
-
-    def forward(self, hidden_states, inputs_embeds, **kwargs):
-        normed = self.hidden_norm(hidden_states)
-        residual = normed if self.norm_before_residual else hidden_states
-        hidden_states, _ = self.self_attn(torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1), **kwargs)
-        hidden_states = residual + hidden_states
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-
 class PEagleModel(Drafter, LlamaPreTrainedModel):
     """
     The drafter. Load it with `AutoModel.from_pretrained(folder, trust_remote_code=True)`, then
@@ -439,7 +419,7 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self._add_fusion(config.hidden_size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
-            [PEagleFirstLayer(config)] + [LlamaDecoderLayer(config, i) for i in range(1, config.num_hidden_layers)]
+            [PEagleFirstLayer(config)] + [PEagleLayer(config, i) for i in range(1, config.num_hidden_layers)]
         )
         self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self._add_head(config.hidden_size)
@@ -483,16 +463,21 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
         """
         if self.config.parallel_drafting:
             hidden_states = self.slot_features(features, feature_index)
-            hidden_states = self.through_layers(hidden_states, input_ids, position_ids, visible, embedding, cache)
+            hidden_states = self.through_layers(
+                hidden_states, input_ids, position_ids, visible, embedding, cache, rows
+            )
         else:
             slots = input_ids, features, feature_index, position_ids, visible
             hidden_states, logits = read_in_waves(self, *slots, embedding, cache, pick)
             if logits is not None:
                 return PEagleOutput(logits=logits, cache=cache)
-        return self._output(self.norm(hidden_states[:, rows]), cache, score)
+            hidden_states = hidden_states[:, rows]
+        return self._output(self.norm(hidden_states), cache, score)
 
-    def through_layers(self, hidden_states, input_ids, position_ids, visible, embedding, cache) -> torch.Tensor:
-        """The layers over slots whose fused half is `hidden_states`; for the other arguments see [`forward`]."""
+    def through_layers(
+        self, hidden_states, input_ids, position_ids, visible, embedding, cache, rows=slice(None)
+    ) -> torch.Tensor:
+        """What the layers make of `rows` of slots whose fused half is `hidden_states`; for the arguments see [`forward`]."""
         table = self.embed_tokens.weight if self.config.own_embeddings else embedding
         # A target may be padded with rows that the drafter's own table lacks; what stands for them does not matter.
         inputs_embeds = F.embedding(input_ids.clamp(max=len(table) - 1), table).to(self.dtype)
@@ -501,9 +486,10 @@ class PEagleModel(Drafter, LlamaPreTrainedModel):
             "position_embeddings": self.rotary_emb(hidden_states, position_ids),
             "cache": cache,
         }
-        hidden_states = self.layers[0](hidden_states, inputs_embeds=inputs_embeds, **shared)
-        for layer in self.layers[1:]:
-            hidden_states = layer(hidden_states, **shared)
+        rows_of = [slice(None)] * (len(self.layers) - 1) + [rows]
+        hidden_states = self.layers[0](hidden_states, rows_of[0], inputs_embeds=inputs_embeds, **shared)
+        for layer, read in zip(self.layers[1:], rows_of[1:]):
+            hidden_states = layer(hidden_states, read, **shared)
         return hidden_states
 
     @classmethod

@@ -5,7 +5,6 @@ that it learns; the drafter learns all depths of all sampled slots in one forwar
 (with --use_lora only the finished one, the others to resume from).
 """
 
-import json
 import math
 import os
 import shutil
@@ -18,16 +17,13 @@ import psutil
 import torch
 import yaml
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import PreTrainedConfig
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import set_seed, sort_checkpoints
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.trainer_utils import set_seed
 
-from acceptance_peagle import Calibration, prompts_of
+from acceptance_peagle import Calibration, decode, prompts_of
 from arguments_peagle import PEagleArguments, parse_arguments
-from configuration_peagle import DrafterConfig, PEagleBackboneConfig, PEagleConfig
+from configuration_peagle import PEagleBackboneConfig, PEagleConfig
 from data.collator import PackingCollator
 from data.feature_shards import FeatureShards
 from data.sequence_packing import first_sample, load_blocks, pack_file
@@ -36,6 +32,7 @@ from lora_peagle import add_lora, merge_lora
 from modeling_peagle import Drafter, PEagleModel
 from modeling_peagle_backbone import PEagleBackboneModel
 from published_peagle import MASK_TOKENS
+from resume_peagle import check_draft_vocabulary, check_flags, checkpoint_to_resume, held, state_of
 from target_peagle import DEFAULT_TARGET, load_target, stop_token_ids
 from trainer_peagle import PEagleTrainer, TargetSignals
 
@@ -131,59 +128,24 @@ def texts_of(blocks):
     return blocks.texts() if isinstance(blocks, FeatureShards) else blocks
 
 
-def is_whole(checkpoint: str) -> bool:
-    """Whether a checkpoint was written to its end: the Trainer writes its own state last."""
-    try:
-        with open(os.path.join(checkpoint, TRAINER_STATE_NAME)) as file:
-            json.load(file)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def checkpoint_to_resume(args: PEagleArguments, config: DrafterConfig) -> str | None:
-    """The checkpoint that `--resume` names, `true` for the last whole one of `--output_dir`; None without it.
-
-    Raises:
-        ValueError: There is none, or it holds a drafter of another shape, of which parts would start anew unnoticed. Or
-            there is one, without `--resume`, that a new run would overwrite.
-    """
-    path, there = args.resume_from_checkpoint, sort_checkpoints(args.output_dir)
-    if not path:
-        if there or os.path.isfile(os.path.join(args.output_dir, "config.json")):
-            raise ValueError(f"{args.output_dir} holds a drafter: go on with --resume, or name another --output_dir.")
-        return None
-    if str(path).lower() == "true":
-        whole = [checkpoint for checkpoint in there if is_whole(checkpoint)]
-        path = whole[-1] if whole else None
-        if there and there[-1] != path:
-            print(f"{there[-1]} was not written to its end; going on with {path or 'nothing'}")
-    if path is None or not is_whole(path):
-        raise ValueError(f"--resume: there is no whole checkpoint in {path or args.output_dir}.")
-    saved, ours = type(config).from_pretrained(path).to_dict(), config.to_dict()
-    unshaped = ("architectures", "dtype", "transformers_version", "use_cache", "_name_or_path")
-    differ = [key for key in ours if key not in unshaped and saved.get(key) != ours[key]]
-    if differ:
-        words = ", ".join(f"{key} {saved.get(key)} there and {ours[key]} here" for key in sorted(differ))
-        raise ValueError(f"--resume: the drafter in {path} is another one: {words}. Use the same flags.")
-    return path
-
-
-def check_draft_vocabulary(checkpoint: str, drafter: Drafter):
-    """Refuse to go on with a drafter of other draft tokens: the head's rows and the labels would not belong together."""
-    if drafter.config.draft_vocab_size < drafter.config.vocab_size:
-        with safe_open(os.path.join(checkpoint, SAFE_WEIGHTS_NAME), "pt") as file:
-            if not torch.equal(file.get_tensor("d2t"), drafter.d2t.cpu()):
-                raise ValueError(
-                    f"--resume: the draft vocabulary of {checkpoint} is not that of this data, whose most frequent tokens are "
-                    "others. Go on with the data, --eval_fraction and --max_seq_len that the run began with."
-                )
+def updates_per_epoch(trainer: PEagleTrainer) -> int:
+    return math.ceil(len(trainer.get_train_dataloader()) / trainer.args.gradient_accumulation_steps)
 
 
 def planned_updates(trainer: PEagleTrainer) -> int:
     args = trainer.args
-    updates = math.ceil(len(trainer.get_train_dataloader()) / args.gradient_accumulation_steps)
-    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates)
+    return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates_per_epoch(trainer))
+
+
+def planned_evaluations(trainer: PEagleTrainer) -> int:
+    """Those during training, at its last step too, and the one that the finished drafter gets."""
+    args, updates = trainer.args, planned_updates(trainer)
+    if trainer.eval_dataset is None or args.eval_strategy == "no":
+        return int(trainer.eval_dataset is not None)
+    every = updates_per_epoch(trainer)
+    if args.eval_strategy == "steps":
+        every = args.eval_steps if args.eval_steps >= 1 else math.ceil(updates * args.eval_steps)
+    return math.ceil(updates / max(every, 1)) + 1
 
 
 def measure_batch(trainer: PEagleTrainer) -> tuple[dict, float]:
@@ -199,14 +161,40 @@ def measure_batch(trainer: PEagleTrainer) -> tuple[dict, float]:
             seconds.append(time.perf_counter() - start)
         trainer.model.zero_grad(set_to_none=True)
         trainer.forget_metrics()
-    last = torch.tensor([seconds[-1]], device=trainer.args.device)
-    return batch, trainer.accelerator.gather(last).max().item()
+    return batch, slowest(trainer, seconds[-1])
+
+
+def measure_evaluation(trainer: PEagleTrainer) -> float:
+    """Seconds that an evaluation takes, in the slowest process: by one batch, and one answer.
+
+    That is a whole one to the longest prompt, and of a drafter that has learned nothing yet: later ones take fewer forwards.
+    """
+    loader, prompts, tokens = trainer.get_eval_dataloader(), trainer.prompts, trainer.args.eval_new_tokens
+    trainer.model.eval()
+    with torch.random.fork_rng(devices=[]):
+        batch = next(iter(loader))
+        start = time.perf_counter()
+        trainer.prediction_step(trainer.model, batch, prediction_loss_only=True)
+        read = time.perf_counter()
+        if prompts:
+            decode(trainer.signals.target, trainer.model, [max(prompts, key=len)], tokens, min_new_tokens=tokens)
+        seconds = (read - start) * len(loader) + (time.perf_counter() - read) * len(prompts)
+    trainer.forget_metrics()
+    return slowest(trainer, seconds)
+
+
+def slowest(trainer: PEagleTrainer, seconds: float) -> float:
+    return trainer.accelerator.gather(torch.tensor([seconds], device=trainer.args.device)).max().item()
 
 
 def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> str:
     """What training will take, in words; `tokens` is what an epoch reads, the rest from [`measure_batch`]."""
     args, updates = trainer.args, planned_updates(trainer)
-    forwards = updates * args.gradient_accumulation_steps
+    forwards, evaluations = updates * args.gradient_accumulation_steps, planned_evaluations(trainer)
+    judged = ""
+    if evaluations:
+        longest = timedelta(seconds=round(measure_evaluation(trainer) * evaluations))
+        judged = f", and about {longest} for {evaluations} evaluation{'s' * (evaluations > 1)}"
     parameters = list(trainer.model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     read, slots = batch["input_ids"].numel(), batch["anchor"].numel()
@@ -235,13 +223,9 @@ def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> st
         f"{tokens:,} tokens an epoch, the target's outputs {signals}; {trained:,} trained parameters\n"
         f"{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,} tokens and "
         f"{slots:,} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds * forwards))} "
-        f"at {seconds:.2f} s a batch, without evaluations\n"
+        f"at {seconds:.2f} s a batch{judged}\n"
         f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB on the disk for {checkpoints} checkpoint{'s' * (checkpoints > 1)}"
     )
-
-
-def state_of(checkpoint: str) -> TrainerState:
-    return TrainerState.load_from_json(os.path.join(checkpoint, TRAINER_STATE_NAME))
 
 
 def train_on(trainer: PEagleTrainer, checkpoint: str | None):
@@ -259,6 +243,11 @@ def train_on(trainer: PEagleTrainer, checkpoint: str | None):
 
 
 def main(args: PEagleArguments):
+    with held(args):
+        run(args)
+
+
+def run(args: PEagleArguments):
     set_seed(args.seed)
     if args.device.type == "cpu":
         # accelerate starts every process with one thread, whatever the machine has.
@@ -319,13 +308,13 @@ def main(args: PEagleArguments):
     checkpoint = checkpoint_to_resume(args, config)
     if checkpoint is not None:
         check_draft_vocabulary(checkpoint, drafter)
-    batch, seconds = measure_batch(trainer)
-    if args.max_minutes is not None:
-        if checkpoint is not None:
+        if args.max_minutes is not None:
             args.max_steps = state_of(checkpoint).max_steps
-        else:
-            fitting = int(60 * args.max_minutes / (seconds * args.gradient_accumulation_steps))
-            args.max_steps = max(1, min(fitting, planned_updates(trainer)))
+        check_flags(checkpoint, args)
+    batch, seconds = measure_batch(trainer)
+    if args.max_minutes is not None and checkpoint is None:
+        fitting = int(60 * args.max_minutes / (seconds * args.gradient_accumulation_steps))
+        args.max_steps = max(1, min(fitting, planned_updates(trainer)))
     expected = cost(trainer, int(seen.sum()), batch, seconds)
     if args.process_index == 0:
         print(expected)

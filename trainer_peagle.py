@@ -21,6 +21,7 @@ from data.feature_shards import FeatureShards, ShardShuffle
 from data.target_signals import target_signals
 from losses_peagle import LOSSES, WEIGHTS, Teacher, acceptance
 from modeling_peagle import slot_layout, slot_visibility
+from resume_peagle import save_flags
 
 
 class TargetSignals:
@@ -126,6 +127,8 @@ class PEagleTrainer(Trainer):
     def _save(self, output_dir=None, state_dict=None):
         # Named, the state is written in one file, a Markov head too: the Trainer reads no other when it goes on or takes the best.
         super()._save(output_dir, self.model.state_dict() if state_dict is None else state_dict)
+        if self.args.should_save:
+            save_flags(self.args, output_dir or self.args.output_dir)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         model.train()
@@ -133,8 +136,8 @@ class PEagleTrainer(Trainer):
         loss = self._loss(model, inputs, num_items_in_batch, self.accelerator.backward)
         if not loss.isfinite():
             raise ValueError(
-                f"The loss is no longer finite at step {self.state.global_step}: training has diverged. Go on with --resume from "
-                "an earlier checkpoint and a lower --learning_rate."
+                f"The loss is no longer finite at step {self.state.global_step}: training has diverged. Begin anew with a lower "
+                "--learning_rate, with --init_from_drafter from an earlier checkpoint if it was well there."
             )
         if num_items_in_batch is not None and num_items_in_batch == 0:
             # Without gradients the optimizer leaves the parameters alone; with zeros it would decay and drift on.
@@ -329,7 +332,8 @@ class PEagleTrainer(Trainer):
         super().log(logs, start_time)
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        with torch.random.fork_rng(devices=[]):  # or training would go on with another noise than without this
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         # Every process decodes all prompts, as a drafter that is spread over processes needs them in step.
         if self.prompts:
             judged = decode(self.signals.target, self.model, self.prompts, self.args.eval_new_tokens)

@@ -3,19 +3,21 @@
 All models are tiny and random; float32 on the CPU.
 """
 
-import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 from test_training import BLOCKS, build_drafter, build_target, build_trainer, changed, losses, state
 
-from train_peagle import checkpoint_to_resume, is_whole
+from resume_peagle import checkpoint_to_resume, fault_of
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,12 @@ OPTIONS = {
     "depth_weights": "survival",
     "segment_length": 9,
 }
+
+
+def resuming(folder, checkpoint="true"):
+    """All of the arguments that `checkpoint_to_resume` reads."""
+    checkpoint = checkpoint and str(checkpoint)
+    return SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=checkpoint, process_index=0)
 
 
 @pytest.mark.parametrize(("cod_ratio", "markov_rank"), [(1.0, 0), (0.5, 0), (0.5, 4)])
@@ -83,37 +91,84 @@ def test_a_run_killed_while_it_saved_goes_on_from_the_checkpoint_before(target, 
     command = [sys.executable, "-c", KILLED, str(tmp_path / "killed")]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == -signal.SIGKILL, run.stderr[-2000:]
-    assert [is_whole(str(tmp_path / f"killed/checkpoint-{step}")) for step in (2, 4)] == [True, False]
+    faults = [fault_of(str(tmp_path / f"killed/checkpoint-{step}")) for step in (2, 4)]
+    assert faults == [None, "trainer_state.json is damaged"]
 
     straight, resumed = (
         build_trainer(target, BLOCKS, tmp_path / name, **OPTIONS | {"save_steps": 2}) for name in ("one", "killed")
     )
     straight.train()
-    args = SimpleNamespace(output_dir=str(tmp_path / "killed"), resume_from_checkpoint="true")
+    args = resuming(tmp_path / "killed")
     checkpoint = checkpoint_to_resume(args, resumed.model.config)
-    assert checkpoint.endswith("checkpoint-2") and "checkpoint-4 was not written to its end" in capsys.readouterr().out
+    assert checkpoint.endswith("checkpoint-2")
+    assert "checkpoint-4 is not whole (trainer_state.json is damaged); going on" in capsys.readouterr().out
     resumed.train(resume_from_checkpoint=checkpoint)
     assert losses(resumed) == losses(straight)
     assert changed(state(straight), state(resumed)) == set()
-    assert all(is_whole(str(tmp_path / f"killed/checkpoint-{step}")) for step in (2, 4, 6))
+    assert all(fault_of(str(tmp_path / f"killed/checkpoint-{step}")) is None for step in (2, 4, 6))
 
 
-def test_a_checkpoint_that_was_not_written_to_its_end_is_refused_by_name(target, tmp_path):
-    trainer = build_trainer(target, BLOCKS, tmp_path, **OPTIONS | {"save_steps": 2, "max_steps": 2})
+@pytest.fixture(scope="module")
+def three(target, tmp_path_factory):
+    """A folder of three checkpoints, and what else `checkpoint_to_resume` asks for."""
+    folder = tmp_path_factory.mktemp("three")
+    trainer = build_trainer(target, BLOCKS, folder, **OPTIONS | {"save_steps": 1, "max_steps": 3})
     trainer.train()
-    checkpoint = tmp_path / "checkpoint-2"
-    args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=str(checkpoint))
-    assert checkpoint_to_resume(args, trainer.model.config) == str(checkpoint)
-    whole = (checkpoint / "trainer_state.json").read_text()
-    json.loads(whole)
-    (checkpoint / "trainer_state.json").write_text(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="no whole checkpoint in .*checkpoint-2"):
-        checkpoint_to_resume(args, trainer.model.config)
+    return folder, trainer.model.config
+
+
+PARTS = ("trainer_state.json", "config.json", "flags.json", "model.safetensors", "optimizer.pt", "scheduler.pt")
+
+
+@pytest.mark.parametrize("part", [*PARTS, "rng_state.pth"])
+@pytest.mark.parametrize("spoil", ["half", "empty", "missing"])
+def test_a_checkpoint_that_is_not_whole_is_passed_over_or_refused_by_name(three, tmp_path, capsys, part, spoil):
+    folder, config = shutil.copytree(three[0], tmp_path / "copy"), three[1]
+    assert checkpoint_to_resume(resuming(folder), config) == str(folder / "checkpoint-3")
+    assert capsys.readouterr().out == ""
+    for step in (3, 2):
+        file = folder / f"checkpoint-{step}" / part
+        whole = file.read_bytes()
+        file.unlink()
+        if spoil != "missing":
+            file.write_bytes(whole[: len(whole) // 2 * (spoil == "half")])
+    words = (
+        rf"checkpoint-3 is not whole \({part.split('.')[0]}.* is {'missing' if spoil == 'missing' else 'damaged'}\)"
+    )
+    assert checkpoint_to_resume(resuming(folder), config) == str(folder / "checkpoint-1")
+    said = capsys.readouterr().out
+    assert re.search(words, said) and re.search(r"checkpoint-2 is not whole .* going on with .*checkpoint-1$", said)
+    with pytest.raises(ValueError, match=f"no whole checkpoint in .*checkpoint-3: .*{words}"):
+        checkpoint_to_resume(resuming(folder, folder / "checkpoint-3"), config)
+    shutil.rmtree(folder / "checkpoint-1")
+    with pytest.raises(ValueError, match=f"no whole checkpoint in .*copy: .*{words}"):
+        checkpoint_to_resume(resuming(folder), config)
+
+
+def test_a_bit_that_fell_over_is_found(three, tmp_path):
+    checkpoint = shutil.copytree(three[0] / "checkpoint-3", tmp_path / "checkpoint-3")
+    content = bytearray((checkpoint / "optimizer.pt").read_bytes())
+    content[len(content) // 2] ^= 1  # amid the numbers, which torch.load would read
+    (checkpoint / "optimizer.pt").write_bytes(content)
+    torch.load(checkpoint / "optimizer.pt")
+    assert fault_of(str(checkpoint)) == "optimizer.pt is damaged"
+
+
+def test_evaluations_change_nothing_of_what_is_learned(target, tmp_path):
+    """Not even the noise, whose numbers come from the same generator as the order of the held-out blocks."""
+    learned = []
+    for every in (2, 3):
+        options = {"eval_blocks": [BLOCKS[0]], "eval_strategy": "steps", "eval_steps": every, "eval_new_tokens": 2}
+        trainer = build_trainer(target, BLOCKS, tmp_path, **OPTIONS | options | {"save_strategy": "no"})
+        trainer.prompts = [[5, 6, 7]]
+        trainer.train()
+        learned.append(losses(trainer))
+    assert learned[0] == learned[1]
 
 
 def test_a_drafter_that_is_there_is_not_overwritten(target, tmp_path):
     trainer = build_trainer(target, BLOCKS, tmp_path, **OPTIONS | {"save_steps": 2, "max_steps": 2})
-    args = SimpleNamespace(output_dir=str(tmp_path), resume_from_checkpoint=None)
+    args = resuming(tmp_path, None)
     assert checkpoint_to_resume(args, trainer.model.config) is None
     trainer.train()
     with pytest.raises(ValueError, match="--resume, or name another --output_dir"):

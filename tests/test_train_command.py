@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -115,6 +116,7 @@ def test_a_file_of_which_nothing_is_held_out_trains(workplace, tmp_path):
         ({"cod_ratio": 0}, "--cod_ratio is 0"),
         ({"cod_floor": 1.5}, "--cod_floor 1.5"),
         ({"remove_unused_columns": True}, "--remove_unused_columns"),
+        ({"push_to_hub": True}, "publish_peagle.py drafter --drafter"),
         ({"neftune_noise_alpha": 5}, "--neftune_noise_alpha"),
         ({"train_file": "a", "feature_dir": "b"}, "only one of them"),
         ({"num_depths": 2}, "--speculation_depth is 4, but --num_depths trains 2"),
@@ -307,3 +309,57 @@ def test_the_steps_are_those_that_fit_into_the_time(workplace, tmp_path, monkeyp
     assert 0 < most < 30 and (tmp_path / "b/model.safetensors").exists()
     main(arguments_for(workplace, tmp_path / "c", **options, max_minutes=0.01))
     assert "1 updates of 2 x 1" in capsys.readouterr().out
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """The target's forwards so far, in a list; by the clock of the measurements each takes a second, and all else no time."""
+    count = [0]
+
+    def load(*args, **kwargs):
+        target, tokenizer = load_target(*args, **kwargs)
+        target.register_forward_pre_hook(lambda *_: count.append(count.pop() + 1))
+        return target, tokenizer
+
+    monkeypatch.setattr(train_peagle, "load_target", load)
+    monkeypatch.setattr(train_peagle, "time", SimpleNamespace(perf_counter=lambda: count[0]))
+    return count
+
+
+def test_steps_are_measured_with_the_targets_reading_although_its_outputs_are_kept(
+    workplace, tmp_path, forwards, capsys
+):
+    options = {"max_steps": -1, "num_train_epochs": 50, "save_steps": 99, "keep_features": True}
+    main(arguments_for(workplace, tmp_path, **options, max_minutes=5 / 60))
+    assert "5 updates of" in capsys.readouterr().out
+
+
+STRATEGIES = [
+    ({"save_steps": 2, "max_steps": 5}, 4),
+    ({"save_steps": 0.5, "max_steps": 5}, 3),
+    ({"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 2, "max_steps": -1}, 3),
+    ({"eval_strategy": "no", "max_steps": 1}, 1),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), STRATEGIES)
+def test_evaluations_are_counted_and_their_time_is_foretold(
+    workplace, tmp_path, forwards, capsys, monkeypatch, options, expected
+):
+    evaluate, took = PEagleTrainer.evaluate, []
+
+    def counted(*args, **kwargs):
+        start = forwards[0]
+        metrics = evaluate(*args, **kwargs)
+        took.append(forwards[0] - start)
+        return metrics
+
+    monkeypatch.setattr(PEagleTrainer, "evaluate", counted)
+    flags = {"eval_fraction": 0.3, "eval_prompts": 2, "eval_new_tokens": 4, "per_device_train_batch_size": 8}
+    main(arguments_for(workplace, tmp_path, max_seq_len=64, **flags | options))
+    said = re.search(r"about (\S+) for (\d+) evaluations?\n", capsys.readouterr().out)
+    assert int(said[2]) == len(took) == expected
+    hours, minutes, seconds = map(int, said[1].split(":"))
+    # As many forwards as there were, or a few more where draft tokens were right.
+    assert sum(took) <= 3600 * hours + 60 * minutes + seconds <= sum(took) + 4 * expected
+    assert min(took) > 4  # the answers are among them
