@@ -154,6 +154,7 @@ def top(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, places.gather(1, best)
 
 
+@torch.no_grad()
 def candidates(
     logits: torch.Tensor,
     num: int,
@@ -179,7 +180,7 @@ def candidates(
     temperatures = [1.0] * depths if temperatures is None else temperatures[:depths]
     if len(temperatures) < depths or not all(temperature > 0 for temperature in temperatures):
         raise ValueError(f"{depths} depths need as many positive temperatures, got {temperatures}.")
-    logits = logits.detach().float()
+    logits = logits.float()
     values, indices = top(logits, min(num, vocab))
     divisors = torch.tensor(temperatures, device=logits.device)[:, None]
     scaled = (logits - values[:, :1]).div_(divisors)
