@@ -257,6 +257,8 @@ def check_batch(model, input_ids, logits_processor, stopping_criteria, generatio
     stateful = [type(processor).__name__ for processor in logits_processor if isinstance(processor, STATEFUL)]
     theirs = (logits_process.__name__, MaxLengthCriteria.__module__)
     own = [each for each in (*logits_processor, *stopping_criteria) if type(each).__module__ not in theirs]
+    # What a class says of itself; of one that inherits it, nothing is known.
+    own = [each for each in own if not vars(type(each)).get("supports_continuous_batching")]
     stops = [type(criterion).__name__ for criterion in stopping_criteria if type(criterion) is not MaxLengthCriteria]
     problems = {
         "The positions of a token are several: decode one prompt at a time.": model_kwargs["position_ids"].dim() != 2,
@@ -278,7 +280,8 @@ def check_batch(model, input_ids, logits_processor, stopping_criteria, generatio
         f"{', '.join(stateful)} counts the steps of the whole batch, whose rows advance independently here: decode one prompt "
         "at a time.": stateful,
         f"{', '.join(type(each).__name__ for each in own)} is not of transformers and may count its calls or look at other rows, "
-        "which advance independently here: decode one prompt at a time.": own,
+        "which advance independently here: decode one prompt at a time, or set supports_continuous_batching = True in the class "
+        "of a processor that goes by each row's scores alone.": own,
         f"Without an EOS token, plain decoding goes on with a finished row until all are, which {', '.join(stops)} asks for: "
         "set eos_token_id, or decode one prompt at a time.": (
             stops and not any(isinstance(criterion, EosTokenCriteria) for criterion in stopping_criteria)
@@ -305,7 +308,11 @@ def decode_batch(
     stats: DecodingStats | None = None,
     **model_kwargs,
 ):
-    """[`decode`] for several rows. Those that are done end in pad tokens, as in plain decoding; no cache is returned."""
+    """[`decode`] for several rows. Those that are done end in pad tokens, as in plain decoding.
+
+    No cache is returned: plain decoding's holds what the target makes of the padding on either side, which it never reads
+    here. None may be passed back all the same; the next call then reads the text anew.
+    """
     check_supported(model, input_ids, generation_config, model_kwargs)
     check_batch(model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, model_kwargs)
     shape, sizer, warpers = settle(

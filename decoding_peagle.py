@@ -130,7 +130,7 @@ class DecodingStats:
 
 @dataclass
 class PEagleGenerateOutput(GenerateDecoderOnlyOutput):
-    """[`~generation.GenerateDecoderOnlyOutput`] with the [`DecodingStats`] of the call."""
+    """[`~generation.GenerateDecoderOnlyOutput`] with the [`DecodingStats`] of the call. Of a batch, `cache` is None."""
 
     stats: DecodingStats | None = None
 

@@ -1,6 +1,7 @@
 """What stands beside a drafter's head: a bias by the token before, and the loss of a head that is not trained."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -22,8 +23,8 @@ class MarkovHead(nn.Module):
         return self.next(self.given(previous.clamp(min=0)) * known)
 
     def between(self, previous: torch.LongTensor, following: torch.LongTensor) -> torch.Tensor:
-        """The bias on the tokens `following`, `(m,)`, alone after each of `previous`, `(n,)`; `(n, m)`."""
-        return self.given(previous) @ self.next.weight[following].T
+        """The bias on the tokens `following`, `(..., m)`, alone after each of `previous`, `(..., n)`; `(..., n, m)`."""
+        return self.given(previous) @ F.embedding(following, self.next.weight).mT
 
 
 class FrozenHeadScore(torch.autograd.Function):

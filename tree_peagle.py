@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 
 CHUNK = 128  # the quickest of 32 to 256 for `top` at vocabularies of 49,152 and 262,144
+SMALL = 2**14  # vocabularies below it are quicker searched as a whole
 
 
 @dataclass(frozen=True)
@@ -114,32 +115,36 @@ class NoLaw(ValueError):
 class Candidates:
     """What the drafter proposes: C tokens per depth, and their law given the choice at the depth before.
 
-    `tokens[depth][candidate]` are target-vocabulary ids. `log_probs[depth][previous][candidate]` has a row per candidate of
-    the depth before, or one row where that makes no difference, as at depth 0.
+    `tokens[depth][candidate]` are target-vocabulary ids. `log_probs[depth]`, `(rows, C)`, has a row for each candidate of the
+    depth before, or one row where that makes no difference, as at depth 0.
     """
 
     tokens: list[list[int]]
-    log_probs: list[list[list[float]]]
-    _ranked: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+    log_probs: list[np.ndarray]
+    _ranked: dict = field(default_factory=dict, init=False, repr=False)
 
-    def ranked(self, depth: int, previous: int) -> list[tuple[float, int]]:
-        """`(log_prob, candidate)` of what is possible after candidate `previous`, best first, ties in their order."""
+    def choice(self, depth: int, previous: int, rank: int) -> tuple[float, int] | None:
+        """`(log_prob, candidate)` of the one of this rank after candidate `previous`, 0 being the best and ties in their order;
+        None if so many are not possible."""
         row = previous if len(self.log_probs[depth]) > 1 else 0
         if (depth, row) not in self._ranked:  # a tree looks at few of the rows
-            law = [(log_prob, i) for i, log_prob in enumerate(self.log_probs[depth][row]) if log_prob > -math.inf]
-            self._ranked[depth, row] = sorted(law, key=lambda entry: -entry[0])
-        return self._ranked[depth, row]
+            law = self.log_probs[depth][row].tolist()
+            self._ranked[depth, row] = law, sorted(range(len(law)), key=law.__getitem__, reverse=True)
+        law, order = self._ranked[depth, row]
+        if rank < len(order) and law[order[rank]] > -math.inf:
+            return law[order[rank]], order[rank]
+        return None
 
     def behind_best(self):
         """Rules out what follows another candidate than the best of its depth, behind which alone a law is known."""
-        for laws in self.log_probs[1:]:
-            laws += [[-math.inf] * len(laws[0])] * (len(laws[0]) - 1)
+        for depth, law in enumerate(self.log_probs[1:], start=1):
+            self.log_probs[depth] = np.pad(law, ((0, law.shape[1] - 1), (0, 0)), constant_values=-math.inf)
 
 
 def top(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`logits.topk(num)` of a matrix, up to ties. The largest `num` lie in the `num` chunks with the largest maxima."""
     whole = logits.shape[1] - logits.shape[1] % CHUNK
-    if whole < 2 * num * CHUNK:  # too little would be ruled out
+    if whole < max(2 * num * CHUNK, SMALL):  # too little would be ruled out
         return logits.topk(num)
     chunks = logits[:, :whole].unflatten(1, (-1, CHUNK)).amax(dim=-1).topk(num).indices
     every = torch.arange(logits.shape[1], device=logits.device)
@@ -149,6 +154,7 @@ def top(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values, places.gather(1, best)
 
 
+@torch.no_grad()
 def candidates(
     logits: torch.Tensor,
     num: int,
@@ -165,8 +171,8 @@ def candidates(
         logits (`torch.Tensor` of shape `(K, draft_vocab)`, floating point): The drafter's, one row per depth.
         draft_ids (`torch.LongTensor` of shape `(draft_vocab,)`): Their target-vocabulary ids; the indices if unset.
         temperatures (`list[float]`): Divisors of the logits for each of the K depths or more, see `fit_temperature`.
-        transition (`Callable`): From draft-vocabulary indices `(n,)` at one depth and `(m,)` at the next to the bias
-            `(n, m)` on the latter's logits (before the temperature).
+        transition (`Callable`): From draft-vocabulary indices `(K - 1, n)` at all depths but the last and `(K - 1, m)` at the
+            next ones to the bias `(K - 1, n, m)` on the latter's logits (before the temperature).
 
     NoLaw: Logits hold NaN or +inf or exclude every token of a depth. ValueError: Temperatures are too few or not positive.
     """
@@ -174,29 +180,24 @@ def candidates(
     temperatures = [1.0] * depths if temperatures is None else temperatures[:depths]
     if len(temperatures) < depths or not all(temperature > 0 for temperature in temperatures):
         raise ValueError(f"{depths} depths need as many positive temperatures, got {temperatures}.")
-    logits = logits.detach().float()
+    logits = logits.float()
     values, indices = top(logits, min(num, vocab))
-    scores = (values - values[:, :1]) / torch.tensor(temperatures, device=logits.device)[:, None]
+    divisors = torch.tensor(temperatures, device=logits.device)[:, None]
+    scaled = (logits - values[:, :1]).div_(divisors)
+    scores = scaled.gather(1, indices)
     # Weights of the others, summed without the candidates: the difference of two sums would not tell a small one from
-    # rounding. The same memory for every row stays in the processor's cache.
-    weights, sums = torch.empty_like(logits[0]), []
-    for depth, temperature in enumerate(temperatures):
-        torch.sub(logits[depth], values[depth, 0], out=weights)
-        if temperature != 1:
-            weights.div_(temperature)
-        sums.append(weights.exp_().index_fill_(0, indices[depth], 0.0).sum())
-    tail = torch.stack(sums).log()
-    scores = scores[:, None]
+    # rounding. They are one more column of the law.
+    tail = scaled.exp_().scatter_(1, indices, 0.0).sum(dim=1, keepdim=True).log_()
+    scores = torch.cat([scores, tail], dim=1)[:, None]
     if transition is not None:
-        scores = scores.repeat(1, scores.shape[-1], 1)
-        for depth in range(1, depths):
-            scores[depth] += transition(indices[depth - 1], indices[depth]) / temperatures[depth]
-    log_probs = scores - torch.logaddexp(scores.logsumexp(dim=-1), tail[:, None])[..., None]
-    rows = log_probs.tolist()
-    rows[0] = rows[0][:1]
-    if any(math.isnan(law[0]) for laws in rows for law in laws):
+        scores = scores.repeat(1, indices.shape[1], 1)
+        scores[1:, :, :-1] += transition(indices[:-1], indices[1:]) / divisors[1:, None]
+    log_probs = scores.log_softmax(dim=-1)[..., :-1]
+    laws = [*log_probs.cpu().numpy()]
+    laws[0] = laws[0][:1]
+    if any(np.isnan(law[:, 0]).any() for law in laws):
         raise NoLaw("The drafter's logits hold NaN or +inf, or exclude every token of a depth.")
-    return Candidates((indices if draft_ids is None else draft_ids[indices]).tolist(), rows)
+    return Candidates((indices if draft_ids is None else draft_ids[indices]).tolist(), laws)
 
 
 def best_first(candidates: Candidates, num_nodes: int, max_depth: int | None = None) -> DraftTree:
@@ -213,9 +214,9 @@ def best_first(candidates: Candidates, num_nodes: int, max_depth: int | None = N
 
     def offer(parent, rank):
         depth, previous, log_prob = nodes[parent]
-        law = candidates.ranked(depth, previous) if depth < limit else []
-        if rank < len(law):
-            heapq.heappush(heap, (-(log_prob + law[rank][0]), depth, parent, rank, law[rank][1]))
+        choice = candidates.choice(depth, previous, rank) if depth < limit else None
+        if choice is not None:
+            heapq.heappush(heap, (-(log_prob + choice[0]), depth, parent, rank, choice[1]))
 
     offer(0, 0)
     while heap and len(tokens) < num_nodes:
@@ -253,9 +254,9 @@ def static_tree(paths: list[tuple[int, ...]], candidates: Candidates) -> DraftTr
     for path in checked_paths(paths, len(candidates.tokens), len(candidates.tokens[0])):
         depth = len(path) - 1
         above, places[path] = places[path[:-1]], None
-        law = candidates.ranked(depth, above[1]) if above else []
-        if path[-1] < len(law):
-            log_prob, candidate = law[path[-1]]
+        choice = candidates.choice(depth, above[1], path[-1]) if above else None
+        if choice is not None:
+            log_prob, candidate = choice
             tokens.append(candidates.tokens[depth][candidate])
             parents.append(above[0])
             log_probs.append(above[2] + log_prob)

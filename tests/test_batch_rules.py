@@ -15,7 +15,7 @@ from conftest import (
     prompt_of,
 )
 from test_generation import letter_tokenizer
-from transformers import DynamicCache
+from transformers import DynamicCache, LogitsProcessor
 
 
 # Sampling
@@ -144,6 +144,40 @@ def test_rules_of_ones_own_are_refused_as_they_may_look_at_other_rows(kind):
     with pytest.raises(ValueError, match="function is not of transformers .* one prompt at a time"):
         drafted(target, make_drafter(target), ids, **options)
     drafted(target, make_drafter(target), ids[1:], **options | {"attention_mask": None})
+
+
+class OwnProcessor(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores.roll(1, dims=-1)
+
+
+class RowwiseProcessor(OwnProcessor):
+    supports_continuous_batching = True
+
+
+def test_a_processor_that_says_that_it_goes_by_the_scores_of_a_row_is_taken(monkeypatch):
+    target, (ids, options) = make_target("llama"), batch_of([4, 9, 2])
+    reference = plain(target, ids, **options)
+    options["logits_processor"] = [RowwiseProcessor()]
+    expected = plain(target, ids, **options)
+    assert not torch.equal(expected, reference)
+    Script(monkeypatch, expected, options["attention_mask"])
+    assert torch.equal(drafted(target, make_drafter(target), ids, **options), expected)
+    for silent in (OwnProcessor, type("Heir", (RowwiseProcessor,), {})):
+        with pytest.raises(ValueError, match=f"{silent.__name__} is not of transformers"):
+            drafted(target, make_drafter(target), ids, **options | {"logits_processor": [silent()]})
+
+
+def test_the_cache_that_a_batch_does_not_return_may_be_passed_back():
+    target, (ids, options) = make_target("llama"), batch_of([4, 9])
+    drafter, options = make_drafter(target), options | {"return_dict_in_generate": True}
+    out = drafted(target, drafter, ids, **options)
+    assert out.cache is None
+    more = torch.cat([out.sequences, prompt_of(2).expand(2, -1)], dim=1)
+    mask = F.pad(options.pop("attention_mask"), (0, 12), value=1)
+    expected = plain(target, more, attention_mask=mask, **options).sequences
+    again = drafted(target, drafter, more, attention_mask=mask, cache=out.cache, **options)
+    assert torch.equal(again.sequences, expected)
 
 
 # The ways in

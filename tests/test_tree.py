@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,12 +28,16 @@ def laws(seed, depths, num, conditional=False):
     rows = torch.randn(depths, num if conditional else 1, num, generator=generator).mul(1.5).log_softmax(-1)
     rows += torch.rand(rows.shape[:2], generator=generator)[..., None].mul(-0.3).add(1).log()
     tokens = [torch.randperm(50, generator=generator)[:num].tolist() for _ in range(depths)]
-    return Candidates(tokens, [rows[0, :1].tolist(), *rows[1:].tolist()])
+    return Candidates(tokens, [rows[0, :1].numpy(), *rows[1:].numpy()])
+
+
+def given_laws(tokens, *log_probs):
+    return Candidates(tokens, [np.array(law) for law in log_probs])
 
 
 def law_of(proposed, depth, previous):
     rows = proposed.log_probs[depth]
-    return rows[previous if len(rows) > 1 else 0]
+    return rows[previous if len(rows) > 1 else 0].tolist()
 
 
 def all_paths(proposed):
@@ -143,16 +148,16 @@ def test_best_first_is_the_best_of_all_trees_of_its_size(depths, num, conditiona
 
 
 def test_neither_the_chain_nor_the_likeliest_steps_are_the_best_tree():
-    proposed = Candidates([[1, 2], [3, 4]], [[[math.log(0.5), math.log(0.4)]], [[math.log(0.7), math.log(0.3)]]])
+    proposed = given_laws([[1, 2], [3, 4]], [[math.log(0.5), math.log(0.4)]], [[math.log(0.7), math.log(0.3)]])
     best, chain = best_first(proposed, 2), static_tree([(0,), (0, 0)], proposed)
     assert token_paths(best) == [(1,), (2,)] and best.expected_accepted == pytest.approx(0.9)
     assert chain.is_chain and chain.expected_accepted == pytest.approx(0.85)
 
 
 def test_with_conditional_laws_the_marginal_tree_would_not_be_the_best():
-    second = [[-0.1, -3.0], [-3.0, -0.1]]
-    proposed = Candidates([[1, 2], [3, 4]], [[[-0.6, -0.9]], second])
-    blind = best_first(Candidates(proposed.tokens, [proposed.log_probs[0], second[:1]]), 4)
+    first, second = [[-0.6, -0.9]], [[-0.1, -3.0], [-3.0, -0.1]]
+    proposed = given_laws([[1, 2], [3, 4]], first, second)
+    blind = best_first(given_laws([[1, 2], [3, 4]], first, second[:1]), 4)
     assert token_paths(best_first(proposed, 4)) == [(1,), (1, 3), (2,), (2, 4)]
     assert (2, 3) in token_paths(blind)
 
@@ -197,9 +202,9 @@ def test_no_nodes_one_candidate_and_ties():
     alone = best_first(laws(0, 4, 1), 9)
     assert alone.is_chain and len(alone.tokens) == 4
     half = math.log(0.5)
-    even = Candidates([[1, 2], [3, 4]], [[[half, half]], [[half, half]]])
+    even = given_laws([[1, 2], [3, 4]], [[half, half]], [[half, half]])
     assert token_paths(best_first(even, 5)) == [(1,), (2,), (1, 3), (1, 4), (2, 3)]
-    certain = Candidates([[1, 2], [3, 4]], [[[0.0, 0.0]], [[0.0, 0.0]]])
+    certain = given_laws([[1, 2], [3, 4]], [[0.0, 0.0]], [[0.0, 0.0]])
     assert token_paths(best_first(certain, 4)) == [(1,), (2,), (1, 3), (1, 4)]
 
 
