@@ -10,37 +10,16 @@ from conftest import ROOT, VOCAB, TinyTokenizer, make_drafter, prompt_of
 from safetensors.torch import load_file, save_file
 from test_model import all_slots, training_logits
 from transformers import AutoConfig, LlamaConfig
+from vllm_rules import vllm_table
 
 from configuration_peagle import PEagleConfig, tokenizer_fingerprint
 from modeling_peagle import PEagleModel
 
 
-def vllm_table(config: PEagleConfig) -> dict:
-    """Names and shapes that vLLM's EAGLE-3 loader takes, from its own table rather than from our modules."""
-    h, heads, kv, d = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    aux, wide, mlp = len(config.eagle_aux_hidden_state_layer_ids), config.target_hidden_size, config.intermediate_size
-    table = {"fc.weight": (h, aux * wide), "mask_hidden": (1, 1, aux * wide), "norm.weight": (h,)}
-    table["lm_head.weight"] = (config.draft_vocab_size, h)
-    table |= {f"fc_norm.{i}.weight": (wide,) for i in range(aux) if config.fc_norm}
-    for i in range(config.num_hidden_layers):
-        width = 2 * h if i == 0 else h
-        table |= {
-            f"layers.{i}.self_attn.q_proj.weight": (heads * d, width),
-            f"layers.{i}.self_attn.k_proj.weight": (kv * d, width),
-            f"layers.{i}.self_attn.v_proj.weight": (kv * d, width),
-            f"layers.{i}.self_attn.o_proj.weight": (h, heads * d),
-            f"layers.{i}.mlp.gate_proj.weight": (mlp, h),
-            f"layers.{i}.mlp.up_proj.weight": (mlp, h),
-            f"layers.{i}.mlp.down_proj.weight": (h, mlp),
-            f"layers.{i}.input_layernorm.weight": (h,),
-            f"layers.{i}.post_attention_layernorm.weight": (h,),
-        }
-    table["layers.0.hidden_norm.weight"] = (h,)
-    if config.draft_vocab_size < config.vocab_size:
-        table["d2t"] = (config.draft_vocab_size,)
-    if config.own_embeddings:
-        table["embed_tokens.weight"] = (config.vocab_size, h)
-    return table
+def tensors_of(config: PEagleConfig) -> dict:
+    """Names and shapes of what a drafter's file should hold: all that vLLM has a place for, but for what is borrowed."""
+    table = vllm_table(config.to_dict())
+    return {name: shape for name, shape in table.items() if name != "embed_tokens.weight" or config.own_embeddings}
 
 
 VARIANTS = {
@@ -59,7 +38,7 @@ def test_a_saved_drafter_holds_exactly_the_tensors_and_keys_that_vllm_reads(llam
     drafter = make_drafter(llama, **VARIANTS[variant])
     drafter.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == vllm_table(drafter.config)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == tensors_of(drafter.config)
     config = json.loads((tmp_path / "config.json").read_text())
     expected = {
         "model_type": "llama",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file
-from test_checkpoints import vllm_table
+from test_checkpoints import tensors_of
 
 from data.prompts import read_prompts
 from modeling_peagle import PEagleModel
@@ -77,7 +77,7 @@ def test_the_shipped_checkpoint_is_what_vllm_reads_and_names_its_target():
     config = json.loads((ROOT / "config.json").read_text())
     drafter = PEagleModel.from_pretrained(ROOT)
     tensors = load_file(ROOT / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == vllm_table(drafter.config)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == tensors_of(drafter.config)
     assert config["target_name_or_path"] == DEFAULT_TARGET
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["model_type"] == "llama"
     assert (ROOT / "model.safetensors").stat().st_size < 25e6
