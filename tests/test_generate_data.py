@@ -389,9 +389,13 @@ def test_a_killed_run_goes_on_and_gives_the_same_rows(folder, target, tokenizer,
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # ignored where a shell started this in the background
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(SystemExit, match="130"):
         main(command.split())
+    signal.signal(signal.SIGINT, before)
     rows, counts = run(output, target, tokenizer, **options)
     assert rows == whole and counts["done"] == 16
     before = output.read_bytes()
