@@ -105,11 +105,15 @@ def step_of(trainer, batch):
 
 
 def products_of(trainer, batch):
-    """The bare products as a function: every slot with every layer's weights, tokens with the fusion, rows with the heads."""
+    """The bare products as a function: tokens with the fusion, slots with the layers' weights (with those of the last layer
+    behind keys and values only the rows that are scored), rows with the heads."""
     drafter, slots = trainer.model, batch["anchor"].numel()
     tokens, rows = batch["input_ids"].numel(), int((batch["labels"] != -100).sum())
     places = len(torch.unique((batch["anchor"] + batch["depth"])[batch["labels"][0] != -100]))
-    shapes = [(slots, linear) for linear in drafter.layers.modules() if isinstance(linear, nn.Linear)]
+    last = drafter.layers[-1]
+    all_slots = {*drafter.layers[:-1].modules(), last.self_attn.k_proj, last.self_attn.v_proj}
+    linears = [module for module in drafter.layers.modules() if isinstance(module, nn.Linear)]
+    shapes = [(slots if linear in all_slots else rows, linear) for linear in linears]
     shapes += [(tokens, drafter.fc), (rows, drafter.lm_head)]
     inputs = [torch.randn(count, linear.in_features, requires_grad=True) for count, linear in shapes]
     inputs[-2].requires_grad_(False)  # the features
