@@ -157,7 +157,8 @@ def measure_batch(trainer: PEagleTrainer) -> tuple[dict, float]:
             if trainer.signals.kept is not None:
                 trainer.signals.kept.clear()  # as in the first epoch, whose batches the target has not read yet
             start = time.perf_counter()
-            trainer.training_step(trainer.model, batch, torch.ones((), device=trainer.args.device))
+            with trainer.accelerator.autocast():  # the model has it only once training has begun
+                trainer.training_step(trainer.model, batch, torch.ones((), device=trainer.args.device))
             seconds.append(time.perf_counter() - start)
         trainer.model.zero_grad(set_to_none=True)
         trainer.forget_metrics()

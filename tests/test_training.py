@@ -18,7 +18,7 @@ from arguments_peagle import PEagleArguments
 from configuration_peagle import PEagleConfig
 from data.collator import PackingCollator
 from modeling_peagle import PEagleModel
-from train_peagle import freeze
+from train_peagle import freeze, measure_batch
 from trainer_peagle import PEagleTrainer, TargetSignals
 
 
@@ -196,6 +196,18 @@ def test_in_bfloat16_the_loss_is_still_taken_in_float32(target, tmp_path):
         found += losses(trainer)
     assert 0 < found[0] < 0.01
     assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
+@pytest.mark.parametrize("bf16, expected", [(False, torch.float32), (True, torch.bfloat16)])
+def test_the_step_that_is_measured_rounds_as_training_does(target, tmp_path, bf16, expected):
+    trainer = build_trainer(target, BLOCKS[:1], tmp_path, bf16=bf16, learning_rate=0.0)
+    seen = []
+    trainer.model.fc.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    measure_batch(trainer)
+    assert set(seen) == {expected}
+    seen.clear()
+    trainer.train()
+    assert set(seen) == {expected}
 
 
 def test_a_step_with_nothing_supervised_leaves_the_parameters_alone(target, tmp_path):

