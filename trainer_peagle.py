@@ -263,6 +263,9 @@ class PEagleTrainer(Trainer):
         rows = (labels != -100).nonzero()[:, 0]
         # The token at a + 2 + d is what the target predicts at a + 1 + d; many slots share such a place.
         rows = rows[(anchor + depth)[rows].argsort(stable=True)]
+        scored, multiple = len(rows), self._multiple()
+        arguments = padded(arguments, multiple)
+        rows = torch.cat([rows, rows[-1:].expand(-scored % multiple)])  # the last one again, whose scores are dropped
         anchor, depth, labels = anchor[rows], depth[rows], labels[rows]
         places = anchor + 1 + depth
         # The draft token before each, as it is when it was right; none at depth 0, where it is no draft.
@@ -292,10 +295,19 @@ class PEagleTrainer(Trainer):
         for layer in range(len(given) // 2):
             cache.update(given[2 * layer], given[2 * layer + 1], layer)
         output = model(**arguments, cache=cache, rows=rows, score=score)
-        losses, accepted, correct = output.scores
+        losses, accepted, correct = output.scores[:, :scored]
+        anchor, depth = anchor[:scored], depth[:scored]
         weights = WEIGHTS[self.args.depth_weights](anchor, depth, accepted.detach())
         self._record(depth, correct.detach())
         return (losses * weights).sum() * scale, keys_and_values(cache)
+
+    def _multiple(self) -> int:
+        """What slots and rows are padded to a multiple of: half precision has its products compiled for every shape on a CPU.
+
+        A sequential drafter reads its slots in waves, which are what they are.
+        """
+        half = self.args.bf16 or self.args.fp16
+        return 64 if half and self.model.training and self.model.config.parallel_drafting else 1
 
     def draft_label(self, labels: torch.LongTensor) -> torch.LongTensor:
         """Target ids to indices into the draft vocabulary, -100 where a token is not in it."""
@@ -346,6 +358,14 @@ class PEagleTrainer(Trainer):
 
 def keys_and_values(cache: DynamicCache) -> list[torch.Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+
+
+def padded(slots: dict, multiple: int) -> dict:
+    """The drafter's arguments with further slots behind, up to a multiple: no slot sees them, and nothing reads them."""
+    extra = -slots["input_ids"].shape[1] % multiple
+    fill = {name: F.pad(slots[name], (0, extra)) for name in ("input_ids", "feature_index", "position_ids")}
+    # They see all, as a softmax over nothing is not a number.
+    return slots | fill | {"visible": F.pad(F.pad(slots["visible"], (0, extra)), (0, 0, 0, extra), value=True)}
 
 
 def noisy(features: torch.Tensor, share: float) -> torch.Tensor:

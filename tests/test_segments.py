@@ -99,6 +99,24 @@ def test_the_gradient_over_segments_is_that_of_the_whole(target, tmp_path, docum
         assert_same(learn(target, tmp_path, *documents, **options, segment_length=length), whole)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("segment_length", [11, 1000])
+def test_slots_that_pad_half_precision_change_nothing(target, tmp_path, monkeypatch, kind, segment_length):
+    """Outside of `train` nothing is rounded to bfloat16, so that the sums can be compared."""
+    lengths, padded = [], trainer_peagle.padded
+
+    def watched(slots, multiple):
+        lengths.append(padded(slots, multiple)["input_ids"].shape[1])
+        return padded(slots, multiple)
+
+    options = {"kind": kind, "depth_weights": "survival", "segment_length": segment_length}
+    plain = learn(target, tmp_path, *DOCUMENTS["long among short"], **options)
+    monkeypatch.setattr(trainer_peagle, "padded", watched)
+    assert_same(learn(target, tmp_path, *DOCUMENTS["long among short"], **options, bf16=True), plain)
+    trained = lengths[: len(lengths) // 2]  # the others are of the evaluation
+    assert all(length % 64 == 0 for length in trained) == (kind != "sequential")
+
+
 def test_without_what_later_segments_pass_on_the_gradient_would_be_another(target, tmp_path, monkeypatch):
     whole = learn(target, tmp_path, document(40, 1), segment_length=1000)
     made = trainer_peagle.keys_and_values
