@@ -238,7 +238,8 @@ class Server:
         check_counts(concurrency=concurrency)
         api_key = api_key or os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.client = httpx.Client(headers=headers, timeout=httpx.Timeout(600, connect=10))
+        limits = httpx.Limits(max_connections=concurrency)  # 100 if unset
+        self.client = httpx.Client(headers=headers, timeout=httpx.Timeout(600, connect=10), limits=limits)
         self.base_url, self.tokenizer, self.stop_ids = base_url.rstrip("/"), tokenizer, set(stop_ids)
         self.extras = {"return_token_ids": True} if token_ids else {}  # other servers may refuse what they do not know
         self.retries, self.first_wait, self.slots = retries, first_wait, concurrency

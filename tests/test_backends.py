@@ -148,6 +148,19 @@ def test_an_odd_reply_fails_its_row_and_no_other(serve, tmp_path):
     assert answers == [{"role": "assistant", "content": "Fine."}] * 2
 
 
+def test_as_many_requests_wait_for_the_server_as_were_allowed(serve, tmp_path):
+    together = threading.Barrier(120)
+
+    def answer(body):
+        together.wait(timeout=60)  # for all 120 of them
+        return said(content="Fine.")
+
+    backend = Server(serve(answer), "some", retries=0, concurrency=120)
+    prompts = write_prompts(tmp_path / "prompts.jsonl", 120)
+    counts = generate_data(tmp_path / "out.jsonl", backend, None, prompts=prompts, progress=False)["counts"]
+    assert counts == {"in": 120, "done": 120}
+
+
 def test_a_cut_answer_is_kept_with_the_tokens_that_the_server_tells(serve, tokenizer, tmp_path):  # noqa: F811
     asked = []
 
