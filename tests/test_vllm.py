@@ -94,6 +94,13 @@ def serving(target, drafter, log, command=None):
         server.wait()
 
 
+def as_served() -> PEagleModel:
+    """The drafter of the repository as vLLM reads it: without the Markov head."""
+    drafter = PEagleModel.from_pretrained(ROOT)
+    drafter.config.markov_rank, drafter.markov_head = 0, None
+    return drafter
+
+
 def answer(address: str, prompt: list[int]) -> list[int]:
     asked = {"model": "target", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
     body = json.dumps(asked | {"return_token_ids": True}).encode()
@@ -156,7 +163,7 @@ def test_vllm_answers_and_accepts_as_we_do(pair, prompts, tmp_path):
     target, _, folder = pair
     with serving(folder, ROOT, tmp_path / "log") as address:
         theirs, counts = answers(address, prompts), counted(address)
-    tokens, expected = ours(target, PEagleModel.from_pretrained(ROOT), prompts)
+    tokens, expected = ours(target, as_served(), prompts)
     assert theirs == tokens == [plain(target, prompt) for prompt in prompts]
     assert counts == expected and expected[1] > expected[2] > 0
 
@@ -175,7 +182,7 @@ def test_vllm_serve_answers_the_same(pair, prompts, tmp_path):
 def test_vllm_leaves_a_markov_head_aside(pair, prompts, tmp_path):
     """It serves the rest as if there were none; the same tensors among the weights it refuses."""
     target, _, folder = pair
-    drafter = PEagleModel.from_pretrained(ROOT)
+    drafter = as_served()
     tokens, expected = ours(target, drafter, prompts[:2])
     drafter.config.markov_rank = 8
     drafter.markov_head = MarkovHead(drafter.config.draft_vocab_size, 8)
