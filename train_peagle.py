@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from datetime import timedelta
+from hashlib import sha256
 from itertools import islice
 
 import psutil
@@ -137,14 +138,14 @@ def planned_updates(trainer: PEagleTrainer) -> int:
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates_per_epoch(trainer))
 
 
-def planned_evaluations(trainer: PEagleTrainer) -> int:
-    """Those during training, at its last step too, and the one that the finished drafter gets."""
-    args, updates = trainer.args, planned_updates(trainer)
+def planned_evaluations(trainer: PEagleTrainer, updates: int) -> int:
+    """Those during so many updates, at the last one too, and the one that the finished drafter gets."""
+    args = trainer.args
     if trainer.eval_dataset is None or args.eval_strategy == "no":
         return int(trainer.eval_dataset is not None)
     every = updates_per_epoch(trainer)
     if args.eval_strategy == "steps":
-        every = args.eval_steps if args.eval_steps >= 1 else math.ceil(updates * args.eval_steps)
+        every = args.eval_steps if args.eval_steps >= 1 else math.ceil(planned_updates(trainer) * args.eval_steps)
     return math.ceil(updates / max(every, 1)) + 1
 
 
@@ -188,10 +189,12 @@ def slowest(trainer: PEagleTrainer, seconds: float) -> float:
     return trainer.accelerator.gather(torch.tensor([seconds], device=trainer.args.device)).max().item()
 
 
-def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> str:
-    """What training will take, in words; `tokens` is what an epoch reads, the rest from [`measure_batch`]."""
-    args, updates = trainer.args, planned_updates(trainer)
-    forwards, evaluations = updates * args.gradient_accumulation_steps, planned_evaluations(trainer)
+def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float, done: int) -> str:
+    """What training will take, in words; `tokens` is what an epoch reads, `done` the updates of a run that goes on, the rest
+    from [`measure_batch`].
+    """
+    args, updates = trainer.args, max(planned_updates(trainer) - done, 0)
+    forwards, evaluations = updates * args.gradient_accumulation_steps, planned_evaluations(trainer, updates)
     judged = ""
     if evaluations:
         longest = timedelta(seconds=round(measure_evaluation(trainer) * evaluations))
@@ -222,7 +225,7 @@ def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> st
     flops = 6 * whole * slots * forwards
     return (
         f"{tokens:,} tokens an epoch, the target's outputs {signals}; {trained:,} trained parameters\n"
-        f"{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,} tokens and "
+        f"{f'{done:,} updates done, ' * bool(done)}{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,} tokens and "
         f"{slots:,} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds * forwards))} "
         f"at {seconds:.2f} s a batch{judged}\n"
         f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB on the disk for {checkpoints} checkpoint{'s' * (checkpoints > 1)}"
@@ -268,6 +271,7 @@ def run(args: PEagleArguments):
         raise ValueError(
             "Nothing is supervised: no conversation has an answer of the assistant in its loss mask, so there is nothing to learn."
         )
+    args.data_digest = sha256(seen.tobytes() + supervised.tobytes()).hexdigest()
     draft_ids = None
     if args.draft_vocab_size >= len(seen):  # all of it
         args.draft_vocab_size = 0
@@ -316,7 +320,8 @@ def run(args: PEagleArguments):
     if args.max_minutes is not None and checkpoint is None:
         fitting = int(60 * args.max_minutes / (seconds * args.gradient_accumulation_steps))
         args.max_steps = max(1, min(fitting, planned_updates(trainer)))
-    expected = cost(trainer, int(seen.sum()), batch, seconds)
+    done = state_of(checkpoint).global_step if checkpoint is not None else 0
+    expected = cost(trainer, int(seen.sum()), batch, seconds, done)
     if args.process_index == 0:
         print(expected)
         if sys.stdin.isatty() and not args.yes and input("start? [Y/n] ").strip().lower() not in ("", "y", "yes"):
