@@ -83,7 +83,7 @@ def converse(plan: dict, tokenizer, ends: tuple[int, ...], max_new_tokens: int, 
                 reply = yield Request(max_new_tokens, plan["temperature"], seed, messages=given, tools=tools)
                 if not reply.message["content"] and "tool_calls" not in reply.message:
                     raise BadConversation("empty answer")
-                fault = "answer hit the length limit" if reply.finish == "length" else None
+                fault = "answer hit the length limit (--max_new_tokens)" if reply.finish == "length" else None
                 if special & set((reply.ids or [])[:-1]):
                     fault = "special tokens in an answer"
                 if not fault or reply.ids and not answers:  # its tokens tell what its text does not

@@ -144,7 +144,7 @@ class Report:
         sums = [name for name in ("read", "train", "eval", *sums) if self.counts[name]]
         kept = [name for name in self.counts if name not in sums and self.counts[name]]
         words = [f"{self.counts[name]} {name}{self.first.get(name, '')}" for name in sums]
-        return "; ".join(words + [f"of the kept {self.counts[name]} {name}" for name in kept])
+        return "; ".join(words + [f"{name} in {self.counts[name]} of the kept" for name in kept])
 
     def check(self, eval_fraction: float):
         """Raise ValueError where nothing is left to train on, AssertionError where the counts do not add up."""

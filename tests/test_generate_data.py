@@ -260,8 +260,8 @@ def test_conversations_cut_at_the_limit_are_counted(target, tokenizer, tmp_path)
     options = {"prompts": prompts, "temperatures": (0.0,), "max_new_tokens": 2}
     rows, counts = run(tmp_path / "out.jsonl", target, tokenizer, **options)
     cut = [(row["turns_left_out"], row["cut"]) for row in rows if "cut" in row]
-    assert len(cut) > 3 and {reason for _, reason in cut} == {"answer hit the length limit"}
-    assert counts["of the done cut: answer hit the length limit"] == len(cut)
+    assert len(cut) > 3 and {reason for _, reason in cut} == {"answer hit the length limit (--max_new_tokens)"}
+    assert counts["of the done cut: answer hit the length limit (--max_new_tokens)"] == len(cut)
     assert counts["turns left out by cuts"] == sum(left for left, _ in cut) > 0
     assert sum(row["messages"][-1]["role"] == "assistant" for row in rows) == 6
     answers = sum(message["role"] == "assistant" for row in rows for message in row["messages"])
