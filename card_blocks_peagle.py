@@ -12,28 +12,13 @@ SPENT = {"round": "a round, ms", "verify": "of it verification", "draft": "draft
 
 
 def ways_of(report: dict) -> dict:
-    """By name, the ways of decoding that a report of `evaluate_peagle.py` compares, without the intervals of one prompt alone.
-
-    Those from before it compared several have a chain alone, and the pace of plain decoding in its sums.
-    """
-    if count_of(report) < 2:
-        report = without_intervals(report)
-    if "ways" in report:
-        return report["ways"]
-    total = report["total"]
-    ways = {
-        way: {"options": {}, "total": {"tokens_per_second": total[f"{way}_tokens_per_second"]}}
-        for way in ("stock", "plain")
-    }
-    total = total | {"tokens_per_second": total["drafted_tokens_per_second"]}
-    total["break_even"] = {"needed_tau": total["break_even_tau"]}
-    options = {"num_assistant_tokens": report["settings"]["speculation_depth"]}
-    return ways | {"chain": report | {"total": total, "options": options}}
+    """By name, the ways of decoding that a report of `evaluate_peagle.py` compares, without the intervals of one prompt alone."""
+    return (report if count_of(report) > 1 else without_intervals(report))["ways"]
 
 
 def count_of(report: dict) -> int:
     """The prompts of a report."""
-    return len(report["ways"]["plain"]["prompts"] if "ways" in report else report["prompts"])
+    return len(report["ways"]["plain"]["prompts"])
 
 
 def without_intervals(value):
