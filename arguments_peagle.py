@@ -123,6 +123,7 @@ class PEagleArguments(TrainingArguments):
     adam_beta2: float = HfArg(default=0.95, help="Beta2 of AdamW.")
     max_grad_norm: float = HfArg(default=0.5, help="Gradient clipping.")
     logging_steps: float = HfArg(default=20, help="Optimizer steps between log lines.")
+    data_digest: str | None = field(default=None, init=False, repr=False)  # no flag: what there is to learn
     # The collator reads columns that the model's forward does not name.
     remove_unused_columns: bool = field(default=False, repr=False)
 

@@ -21,8 +21,8 @@ MOST_LOAD, MOST_SHARE, MOST_SPREAD, MOST_DRIFT = 0.5, 0.1, 0.15, 0.15
 
 
 def command_line() -> str:
-    """The command that this process was started with, for reports: those are shared, the machine's folders are not."""
-    return shlex.join(["python", *sys.argv]).replace(f"{ROOT}/", "")
+    """The command that this process was started with, for reports: those are shared, the machine's folders and tokens are not."""
+    return re.sub(r"\bhf_\w{16,}", "hf_...", shlex.join(["python", *sys.argv]).replace(f"{ROOT}/", ""))
 
 
 def environment(target) -> dict:

@@ -14,6 +14,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from functools import partial
 from importlib.metadata import version
@@ -33,7 +34,8 @@ from modeling_peagle_backbone import PEagleBackboneModel
 
 
 ROOT = Path(__file__).resolve().parent
-# What the repository consists of; what else lies in its folder, such as somebody's chats, is nobody's business.
+# What the repository consists of; what else lies in its folder, such as somebody's chats, is nobody's business. See
+# [`repository_files`].
 REPOSITORY = (
     "*.py *.sh README.md LICENSE requirements.txt pyproject.toml .gitignore config.json model.safetensors".split()
 )
@@ -41,6 +43,16 @@ REPOSITORY += "markov_head/* results/* accelerate_configs/*.yaml data/prompts.js
 REPOSITORY += [f"{folder}/*.py" for folder in ("benchmarks", "custom_generate", "data", "tests")]
 # What an earlier push may have left and readers would take for ours: vLLM reads all weights that it finds. `*` is also `/`.
 REPLACED = ["*.py", "*.safetensors", "*.safetensors.index.json"]
+# What damaged JSON, CSV and commands give.
+UNREADABLE = (
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    RecursionError,
+    UnicodeDecodeError,
+    json.JSONDecodeError,
+)
 REQUIREMENTS = dict(re.findall(r"^([\w-]+)(\S*)", (ROOT / "requirements.txt").read_text(), flags=re.MULTILINE))
 
 CARD = """# {name}
@@ -92,7 +104,8 @@ settings name another pair; for private and gated models add the secret `HF_TOKE
 
 def without_folders(command: str) -> str:
     """A command line that names files, but not where they lie on this machine."""
-    return shlex.join(re.sub(r"(^|=)(~|/|\w:\\).*[/\\](?=.)", r"\1", word) for word in shlex.split(command))
+    place = r"""(^|[=,@"'])(?:file://)?(?:~|/|\w:\\|\\\\)[^,"']*[/\\](?=.)"""
+    return shlex.join(re.sub(place, r"\1", word) for word in shlex.split(command))
 
 
 def load(folder: str) -> Drafter:
@@ -110,7 +123,9 @@ def load(folder: str) -> Drafter:
 
 def target_of(config: dict, target: str | None) -> str:
     """The Hub id of the target, given what a drafter's `config.json` says and the flag."""
-    named = target or public_name(config.get("target_name_or_path") or "")
+    if not (target or config.get("target_name_or_path")):
+        raise ValueError("The drafter does not say what its target is: name it with --target org/name.")
+    named = target or public_name(config["target_name_or_path"])
     try:
         return hub_id(named)
     except ValueError as error:
@@ -127,8 +142,8 @@ def read_report(path: str) -> tuple[list, str]:
         report = read(Path(path))
         report["settings"]["command"] = without_folders(report["settings"]["command"])
         return model_index(report, Path(path).stem), ways_block(report)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} is no report of evaluate_peagle.py: its --output writes one.") from error
+    except UNREADABLE as error:
+        raise ValueError(f"{path} is no report of evaluate_peagle.py: its --output writes one ({error!r}).") from error
 
 
 def training_of(folder: Path) -> str:
@@ -136,10 +151,14 @@ def training_of(folder: Path) -> str:
     curve = [folder / f"learning_curve.{suffix}" for suffix in ("csv", "json")]
     if not all(file.is_file() for file in curve):
         return "How it was trained was not recorded."
-    last = [*csv.DictReader(curve[0].read_text().splitlines())][-1]
-    made = json.loads(curve[1].read_text())
-    made["settings"]["command"] = without_folders(made["settings"]["command"])
-    tokens, tau = int(float(last["num_input_tokens_seen"])), float(last["eval_tau"])
+    try:
+        last = [*csv.DictReader(curve[0].read_text().splitlines())][-1]
+        made = json.loads(curve[1].read_text())
+        made["settings"]["command"] = without_folders(made["settings"]["command"])
+        tokens, tau = int(float(last["num_input_tokens_seen"])), float(last["eval_tau"])
+    except (*UNREADABLE, ValueError) as error:
+        words = f"{curve[0]} or {curve[1].name} is damaged ({error!r}): delete both, and the card says nothing of the training."
+        raise ValueError(words) from error
     return f"Its last evaluation, after {tokens:,} training tokens, gave tau {tau:.2f} on held-out prompts:\n\n{origin(made)}"
 
 
@@ -148,7 +167,8 @@ def lay_out_drafter(args, folder: Path) -> None:
     if Path(args.drafter).resolve() == ROOT:
         if args.report or args.target:
             raise ValueError("The card of this folder's own drafter is README.md: leave out --report and --target.")
-        return copy_files({file for pattern in REPOSITORY for file in ROOT.glob(pattern)}, folder)
+        load(args.drafter)  # it is whole
+        return copy_files(repository_files(), folder)
     indices, blocks = zip(*map(read_report, args.report)) if args.report else ((), ())
     drafter, name = load(args.drafter), args.push_to_hub.split("/")[1]
     config = drafter.config
@@ -180,6 +200,20 @@ def lay_out_drafter(args, folder: Path) -> None:
         results="".join(f"## Results\n\n{block}\n\n" for block in blocks),
     )
     ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}").save(folder / "README.md")
+
+
+def repository_files() -> set[Path]:
+    """The files of the repository: those of `REPOSITORY`, and where git keeps it only what git knows; it tells of the others."""
+    files = {file for pattern in REPOSITORY for file in ROOT.glob(pattern) if file.is_file() and not file.is_symlink()}
+    files -= {file for file in files if file.name.startswith(".") and file.name != ".gitignore"}
+    git = subprocess.run("git ls-files -z", shell=True, cwd=ROOT, capture_output=True, text=True)
+    if git.returncode or not (ROOT / ".git").exists():  # downloaded from the Hub
+        return files
+    known = {ROOT / name for name in git.stdout.split("\0")}
+    if files - known:
+        names = sorted(str(file.relative_to(ROOT)) for file in files - known)
+        print(f"left out, as they are not under version control: {', '.join(names)}")
+    return files & known
 
 
 def copy_files(files: set[Path], folder: Path) -> None:

@@ -25,7 +25,7 @@ from modeling_peagle import Drafter
 FLAGS = "flags.json"
 # What a run goes on from, in any number of processes, spread over them (`optimizer.bin`) or not.
 PARTS = (TRAINER_STATE_NAME, "config.json", FLAGS, SAFE_WEIGHTS_NAME, "optimizer*", "scheduler.pt", "rng_state*.pth")
-# Beginnings of flags that no weight depends on while a run goes on; `eval_fraction` decides what is learned, though.
+# Beginnings of flags that no weight depends on while a run goes on (what `eval_fraction` changes shows in the data).
 IDLE = (
     *("output_dir", "resume_from", "init_from", "yes", "target_hidden_dim", "max_minutes", "save_", "load_best_model"),
     *("metric_for_best_model", "greater_is_better", "eval_", "per_device_eval", "log", "disable_tqdm", "report_to"),
@@ -64,8 +64,8 @@ def held(args: PEagleArguments) -> Iterator[None]:
 
 
 def flags_of(args: PEagleArguments) -> dict:
-    """The flags as JSON has them, and what else decides how sums are rounded."""
-    flags = json.loads(args.to_json_string()) | {"processes": args.world_size}
+    """The flags as JSON has them, what is learned, and what else decides how sums are rounded."""
+    flags = json.loads(args.to_json_string()) | {"data": args.data_digest, "processes": args.world_size}
     return flags | {"threads": torch.get_num_threads()} if args.device.type == "cpu" else flags
 
 
@@ -148,23 +148,26 @@ def check_flags(checkpoint: str, args: PEagleArguments):
     """Say which flags are others than those that a checkpoint was made with, as the weights will be others too then.
 
     Raises:
-        ValueError: One of them would change nothing, as the optimizer's state brings its own, or cannot change.
+        ValueError: One of them would change nothing, as the optimizer's state brings its own, or cannot change; or the data
+            are others, in which the place where the run was means nothing.
     """
     saved, ours = json.loads(Path(checkpoint, FLAGS).read_text()), flags_of(args)
+    anew = f"begin anew from its weights: --init_from_drafter {checkpoint} and another --output_dir"
+    if saved.get("data") != ours["data"]:
+        raise ValueError(
+            f"--resume: {checkpoint} was in the midst of other data than these. Go on with those, with the --eval_fraction and "
+            f"--max_seq_len of then, or {anew}."
+        )
     differ = {
         key: f"{key} {saved.get(key)} there and {ours.get(key)} here"
         for key in sorted(saved | ours)
-        if saved.get(key) != ours.get(key) and (key == "eval_fraction" or not key.startswith(IDLE))
+        if saved.get(key) != ours.get(key) and not key.startswith(IDLE)
     }
     fixed = [words for key, words in differ.items() if key.startswith(OPTIMIZER)]
     if fixed:
-        anew = (
-            ""
-            if args.use_lora
-            else f", or begin anew from its weights: --init_from_drafter {checkpoint} and another --output_dir"
-        )
         raise ValueError(
-            f"--resume: the optimizer of {checkpoint} cannot go on with other flags: {', '.join(fixed)}. Use the same{anew}."
+            f"--resume: the optimizer of {checkpoint} cannot go on with other flags: {', '.join(fixed)}. Use the same"
+            f"{'' if args.use_lora else f', or {anew}'}."
         )
     if differ and args.process_index == 0:
         print(f"not bit for bit the run that made {checkpoint}: {', '.join(differ.values())}")

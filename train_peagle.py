@@ -11,6 +11,7 @@ import shutil
 import sys
 import time
 from datetime import timedelta
+from hashlib import sha256
 from itertools import islice
 
 import psutil
@@ -35,6 +36,9 @@ from published_peagle import MASK_TOKENS
 from resume_peagle import check_draft_vocabulary, check_flags, checkpoint_to_resume, held, state_of
 from target_peagle import DEFAULT_TARGET, load_target, stop_token_ids
 from trainer_peagle import PEagleTrainer, TargetSignals
+
+
+MEASURED_BATCHES = 4  # whose mean is the estimate; blocks differ in how many slots they have
 
 
 def build_drafter(args: PEagleArguments, target, tokenizer, draft_ids: torch.LongTensor | None) -> Drafter:
@@ -137,32 +141,39 @@ def planned_updates(trainer: PEagleTrainer) -> int:
     return args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * updates_per_epoch(trainer))
 
 
-def planned_evaluations(trainer: PEagleTrainer) -> int:
-    """Those during training, at its last step too, and the one that the finished drafter gets."""
-    args, updates = trainer.args, planned_updates(trainer)
+def planned_evaluations(trainer: PEagleTrainer, updates: int) -> int:
+    """Those during so many updates, at the last one too, and the one that the finished drafter gets."""
+    args = trainer.args
     if trainer.eval_dataset is None or args.eval_strategy == "no":
         return int(trainer.eval_dataset is not None)
     every = updates_per_epoch(trainer)
     if args.eval_strategy == "steps":
-        every = args.eval_steps if args.eval_steps >= 1 else math.ceil(updates * args.eval_steps)
+        every = args.eval_steps if args.eval_steps >= 1 else math.ceil(planned_updates(trainer) * args.eval_steps)
     return math.ceil(updates / max(every, 1)) + 1
 
 
-def measure_batch(trainer: PEagleTrainer) -> tuple[dict, float]:
-    """A batch of the training data, and the seconds that one like it takes (the optimizer apart), in the slowest process."""
+def measure_batch(trainer: PEagleTrainer) -> tuple[float, float, float]:
+    """Tokens and slots of a batch, and the seconds that it takes (the optimizer apart) in the slowest process: the means of
+    some batches of the training data.
+    """
+
+    def step(batch):
+        if trainer.signals.kept is not None:
+            trainer.signals.kept.clear()  # as in the first epoch, whose batches the target has not read yet
+        with trainer.accelerator.autocast():  # the model has it only once training has begun
+            trainer.training_step(trainer.model, batch, torch.ones((), device=trainer.args.device))
+
     with torch.random.fork_rng():
-        batch = next(iter(trainer.get_train_dataloader()))
-        seconds = []
-        for _ in range(2):  # the first warms up
-            if trainer.signals.kept is not None:
-                trainer.signals.kept.clear()  # as in the first epoch, whose batches the target has not read yet
-            start = time.perf_counter()
-            with trainer.accelerator.autocast():  # the model has it only once training has begun
-                trainer.training_step(trainer.model, batch, torch.ones((), device=trainer.args.device))
-            seconds.append(time.perf_counter() - start)
+        batches = [*islice(trainer.get_train_dataloader(), MEASURED_BATCHES)]
+        step(batches[0])  # warms up
+        start = time.perf_counter()
+        for batch in batches:
+            step(batch)
+        seconds = (time.perf_counter() - start) / len(batches)
         trainer.model.zero_grad(set_to_none=True)
         trainer.forget_metrics()
-    return batch, slowest(trainer, seconds[-1])
+    tokens, slots = (sum(batch[name].numel() for batch in batches) / len(batches) for name in ("input_ids", "anchor"))
+    return tokens, slots, slowest(trainer, seconds)
 
 
 def measure_evaluation(trainer: PEagleTrainer) -> float:
@@ -188,17 +199,19 @@ def slowest(trainer: PEagleTrainer, seconds: float) -> float:
     return trainer.accelerator.gather(torch.tensor([seconds], device=trainer.args.device)).max().item()
 
 
-def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> str:
-    """What training will take, in words; `tokens` is what an epoch reads, the rest from [`measure_batch`]."""
-    args, updates = trainer.args, planned_updates(trainer)
-    forwards, evaluations = updates * args.gradient_accumulation_steps, planned_evaluations(trainer)
+def cost(trainer: PEagleTrainer, tokens: int, batch: tuple[float, float, float], done: int) -> str:
+    """What training will take, in words; `tokens` is what an epoch reads, `batch` from [`measure_batch`], `done` the updates of
+    a run that goes on.
+    """
+    read, slots, seconds = batch
+    args, updates = trainer.args, max(planned_updates(trainer) - done, 0)
+    forwards, evaluations = updates * args.gradient_accumulation_steps, planned_evaluations(trainer, updates)
     judged = ""
     if evaluations:
         longest = timedelta(seconds=round(measure_evaluation(trainer) * evaluations))
         judged = f", and about {longest} for {evaluations} evaluation{'s' * (evaluations > 1)}"
     parameters = list(trainer.model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    read, slots = batch["input_ids"].numel(), batch["anchor"].numel()
     checkpoints = (
         min(math.ceil(updates / args.save_steps), args.save_total_limit or updates) if args.save_steps >= 1 else 1
     )
@@ -222,8 +235,8 @@ def cost(trainer: PEagleTrainer, tokens: int, batch: dict, seconds: float) -> st
     flops = 6 * whole * slots * forwards
     return (
         f"{tokens:,} tokens an epoch, the target's outputs {signals}; {trained:,} trained parameters\n"
-        f"{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,} tokens and "
-        f"{slots:,} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds * forwards))} "
+        f"{f'{done:,} updates done, ' * bool(done)}{updates:,} updates of {args.gradient_accumulation_steps} x {args.world_size} batches of about {read:,.0f} tokens and "
+        f"{slots:,.0f} slots: {flops * args.world_size:.1e} FLOPs of the drafter, {timedelta(seconds=round(seconds * forwards))} "
         f"at {seconds:.2f} s a batch{judged}\n"
         f"{(memory + 8 * trained) / 1e9:.1f} GB of memory, {disk / 1e9:.2f} GB on the disk for {checkpoints} checkpoint{'s' * (checkpoints > 1)}"
     )
@@ -268,6 +281,7 @@ def run(args: PEagleArguments):
         raise ValueError(
             "Nothing is supervised: no conversation has an answer of the assistant in its loss mask, so there is nothing to learn."
         )
+    args.data_digest = sha256(seen.tobytes() + supervised.tobytes()).hexdigest()
     draft_ids = None
     if args.draft_vocab_size >= len(seen):  # all of it
         args.draft_vocab_size = 0
@@ -312,11 +326,12 @@ def run(args: PEagleArguments):
         if args.max_minutes is not None:
             args.max_steps = state_of(checkpoint).max_steps
         check_flags(checkpoint, args)
-    batch, seconds = measure_batch(trainer)
+    batch = measure_batch(trainer)
     if args.max_minutes is not None and checkpoint is None:
-        fitting = int(60 * args.max_minutes / (seconds * args.gradient_accumulation_steps))
+        fitting = int(60 * args.max_minutes / (batch[-1] * args.gradient_accumulation_steps))
         args.max_steps = max(1, min(fitting, planned_updates(trainer)))
-    expected = cost(trainer, int(seen.sum()), batch, seconds)
+    done = state_of(checkpoint).global_step if checkpoint is not None else 0
+    expected = cost(trainer, int(seen.sum()), batch, done)
     if args.process_index == 0:
         print(expected)
         if sys.stdin.isatty() and not args.yes and input("start? [Y/n] ").strip().lower() not in ("", "y", "yes"):

@@ -61,6 +61,8 @@ blocks = FeatureShards("features")  # blocks[0] is a dict of tensors
     ),
 }
 
+# What each step writes, of which all is published and nothing else that lies there.
+WRITTEN = {"blocks": ["manifest.json", "data/*.parquet"], "features": ["manifest.json", "*.safetensors"]}
 # Shards that an earlier push may have left: a card's patterns would take them for ours.
 SHARDS = [f"data/{side}-*-of-*.parquet" for side in ("train", "eval")]
 SHARDS += [f"{side}-*-of-*.safetensors" for side in ("train", "eval")]
@@ -89,6 +91,8 @@ def add_hub_arguments(parser, what: str = "data set", required: bool = False) ->
 
     class DryRun(argparse.Action):
         def __call__(self, parser, namespace, folder, option_string=None):
+            if not folder:
+                raise argparse.ArgumentError(self, "names no folder, and nothing is published with it")
             push.required = True  # the card names it; without a name nothing would be laid out
             setattr(namespace, self.dest, folder)
 
@@ -140,8 +144,9 @@ def lay_out(kind: str, output: Path, folder: Path, card: DatasetCard, copy=shuti
         copy(output, folder / "data/train.jsonl")
         copy(f"{output}.manifest.json", folder / "manifest.json")
     else:
-        hidden = shutil.ignore_patterns(".*")  # locks and unfinished shards
-        shutil.copytree(output, folder, ignore=hidden, copy_function=copy, dirs_exist_ok=True)
+        for file in {file for pattern in WRITTEN[kind] for file in output.glob(pattern)}:
+            (folder / file.relative_to(output)).parent.mkdir(parents=True, exist_ok=True)
+            copy(file, folder / file.relative_to(output))
     card.save(folder / "README.md")
 
 
@@ -163,10 +168,16 @@ def send(
     begins with. The token comes from huggingface_hub's login or the environment. Raises FileExistsError where the folder of a
     dry run is there, and OSError where publishing fails.
     """
-    if args.dry_run:
-        if Path(args.dry_run).exists():
-            raise FileExistsError(f"{args.dry_run} is there already: delete it, or name another folder")
-        lay_out(Path(args.dry_run))
+    if args.dry_run is not None:
+        dry = Path(args.dry_run)
+        if dry.exists():
+            raise FileExistsError(f"{dry} is there already: delete it, or name another folder")
+        dry.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", dir=dry.parent) as part:  # all of it or nothing
+            folder = Path(part, "folder")
+            folder.mkdir()
+            lay_out(folder)
+            folder.rename(dry)
         return f"nothing yet, see {args.dry_run} for what would be"
     api, repo = HfApi(), {"repo_id": repo_id, "repo_type": repo_type}
     with tempfile.TemporaryDirectory(dir=place) as folder:
@@ -189,9 +200,13 @@ def send(
 def publish(kind: str, output, repo_id: str, manifest: dict, args) -> str:
     """Publish what a step wrote, or lay it out in ``args.dry_run``; see [`send`] for what is returned and raised.
 
-    ``kind``: one of KINDS. The output is left as it is.
+    ``kind``: one of KINDS. The output is left as it is. Raises ValueError where the folder of a dry run would be part of it.
     """
     output, card = Path(output), make_card(kind, repo_id, manifest, args.license)
+    if args.dry_run is not None and output.resolve() in Path(args.dry_run).resolve().parents:
+        raise ValueError(
+            f"{args.dry_run} lies in {output}, and would be taken for a part of it: name a folder elsewhere"
+        )
     # For a dry run copies, though they take the output's size once more: whoever edits links would edit the output. Nobody
     # edits what is gone after the upload.
     copy = shutil.copy2 if args.dry_run else _link

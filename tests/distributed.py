@@ -18,8 +18,16 @@ from train_peagle import main
 
 
 def train(folder: Path, blocks_per_step: int):
-    """Four steps of as many blocks each. In the second step of two, one of two processes has nothing to learn."""
-    blocks = [*BLOCKS[:2], UNSUPERVISED, *BLOCKS[2:], block(document(12, 8)), block(document(25, 9)), BLOCKS[0]]
+    """Four steps of as many blocks each. In the second step of two, one of two processes has nothing to learn; of one document
+    the first segments have nothing to score."""
+    blocks = [
+        *BLOCKS[:2],
+        UNSUPERVISED,
+        *BLOCKS[2:],
+        block(document(12, 8)),
+        block((document(25, 9)[0], [0] * 20 + [1] * 5)),
+        BLOCKS[0],
+    ]
     options = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 4, "segment_length": 9}
     trainer = build_trainer(build_target(), blocks, folder, **options)
     trainer.args.gradient_accumulation_steps = blocks_per_step // trainer.args.world_size

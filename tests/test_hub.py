@@ -28,7 +28,7 @@ def rows_of(count):
 
 
 def dry(folder, license="mit"):
-    return SimpleNamespace(dry_run=str(folder), license=license, private=False)
+    return SimpleNamespace(dry_run=folder and str(folder), license=license, private=False)
 
 
 @pytest.mark.parametrize("step", [generate_data, sequence_packing, extract_features])
@@ -108,7 +108,7 @@ def test_conversations(tmp_path, own_cache):
 def test_features_are_published_without_locks_and_rests(tmp_path):
     features, folder = tmp_path / "features", tmp_path / "published"
     (features / ".partial").mkdir(parents=True)
-    for name in (".lock", ".partial/rest", "manifest.json", "train-00000-of-00001.safetensors"):
+    for name in (".lock", ".partial/rest", "notes.txt", "manifest.json", "train-00000-of-00001.safetensors"):
         (features / name).write_text("{}")
     publish("features", features, "org/features", {}, dry(folder))
     (folder / "manifest.json").write_text("edited")  # a copy's own
@@ -118,6 +118,30 @@ def test_features_are_published_without_locks_and_rests(tmp_path):
         "manifest.json",
         "train-00000-of-00001.safetensors",
     }
+
+
+def test_a_dry_run_without_a_folder_publishes_nothing(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        options = [
+            "--input",
+            "none",
+            "--output",
+            str(tmp_path / "out"),
+            "--push_to_hub",
+            "org/blocks",
+            "--dry_run",
+            "",
+        ]
+        sequence_packing.main(options)
+    assert "--dry_run: names no folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["published", "data/published"])
+def test_a_dry_run_into_the_output_itself_is_refused(place, tmp_path):
+    blocks = some_features(tmp_path / "blocks", 1)
+    with pytest.raises(ValueError, match="lies in .*blocks"):
+        publish("features", blocks, "org/features", {}, dry(blocks / place))
+    assert {file.name for file in blocks.rglob("*")} == {"manifest.json", "train-00000-of-00001.safetensors"}
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -137,8 +161,9 @@ def test_an_upload_has_what_a_dry_run_has(links, tmp_path, monkeypatch):
     monkeypatch.setattr("data.hub.HfApi.upload_folder", upload_folder)
     if not links:
         monkeypatch.setattr("data.hub.os.link", no_link)
-    args = dry("")
-    assert publish("features", features, "org/f", {}, args) == "made/org/f"
+    (features / "README.md").write_text("My notes.")
+    assert publish("features", features, "org/f", {}, dry(None)) == "made/org/f"
+    assert (features / "README.md").read_text() == "My notes." and "features to train" in sent["README.md"]
     publish("features", features, "org/f", {}, dry(tmp_path / "published"))
     assert sent == {file.name: file.read_text() for file in (tmp_path / "published").iterdir()}
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith("tmp")] == []

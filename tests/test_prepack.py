@@ -71,7 +71,10 @@ def test_a_row_does_not_depend_on_how_many_there_are(sizes):
     linear, x = nn.Linear(*sizes).requires_grad_(False), torch.randn(max(ROWS), sizes[0])
     with prepack(linear):
         single = torch.cat([linear(row[None]) for row in x])
-        assert all(torch.equal(linear(x[:rows]), single[:rows]) for rows in ROWS)
+        for (
+            rows
+        ) in ROWS:  # with AVX2 bit for bit; with AVX-512 the kernels of few and of many rows sum in another order
+            torch.testing.assert_close(linear(x[:rows]), single[:rows], atol=2e-6, rtol=1e-6)
 
 
 def test_gradients_take_the_stock_path(linear):

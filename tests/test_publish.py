@@ -16,6 +16,7 @@ from chats import CHATML
 from conftest import ROOT, make_drafter, make_target, prompt_of, sharpened
 from hub_server import TOKEN, ask, contents, history, published
 from huggingface_hub import ModelCard, SpaceCard
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from test_backbone import make_drafter as make_backbone_drafter
 from test_backbone import trained
@@ -23,7 +24,8 @@ from test_evaluate import make_tokenizer
 from test_inference import BUILDERS
 
 from configuration_peagle import tokenizer_fingerprint
-from publish_peagle import imports_of, main, without_folders
+from environment_peagle import command_line
+from publish_peagle import copy_files, imports_of, main, repository_files, without_folders
 
 
 pytest_plugins = "hub_server"
@@ -169,6 +171,7 @@ def test_commands_without_folders():
     ]
     assert [without_folders(command) for command in kept] == kept
     assert without_folders(r"x /a/b/ --c=/d/e f:\\g\\h '~/i j/k'") == "x b/ --c=e h k"
+    assert without_folders("""x --f=a,/b/c '{"p": "/d/e"}' file:///f/g @/h/i""") == """x --f=a,c '{"p": "e"}' g @i"""
 
 
 def test_the_drafter_of_this_folder_is_published_with_all_that_its_card_names(tmp_path):
@@ -180,6 +183,66 @@ def test_the_drafter_of_this_folder_is_published_with_all_that_its_card_names(tm
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if tracked.returncode == 0:  # not everybody has the repository by git
         assert {*tracked.stdout.splitlines()} - files.keys() == {".ci/run"}
+
+
+@pytest.fixture
+def another_root(tmp_path, monkeypatch):
+    """A copy of what is published of this folder, in place of it."""
+    copy_files(repository_files(), tmp_path / "root")
+    monkeypatch.setattr("publish_peagle.ROOT", tmp_path / "root")
+    return tmp_path / "root"
+
+
+@pytest.mark.parametrize("git", [True, False])
+def test_of_this_folder_only_the_repository_is_published(another_root, git, tmp_path, capsys):
+    before = {*contents(another_root)}
+    if git and subprocess.run("git init -q . && git add -A", shell=True, cwd=another_root).returncode:
+        pytest.skip("git is not installed")
+    for name in ("results/.env", "chats.jsonl", "data/chats.jsonl"):
+        (another_root / name).write_text(TOKEN)
+    (another_root / "results/link").symlink_to(ROOT / "LICENSE")
+    if git:
+        (another_root / "keys.py").write_text(TOKEN)
+    options = ["drafter", "--drafter", another_root, "--push_to_hub", "org/drafter"]
+    assert {*dry(tmp_path / "published", *options)} == before
+    assert ("version control: keys.py\n" in capsys.readouterr().out) == git
+
+
+def test_without_its_weights_this_folder_is_not_published(another_root, tmp_path):
+    options = ["drafter", "--drafter", another_root, "--push_to_hub", "org/drafter"]
+    with open(another_root / "model.safetensors", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises((OSError, SafetensorError)):
+        dry(tmp_path / "published", *options)
+    (another_root / "model.safetensors").unlink()
+    with pytest.raises(OSError, match="model.safetensors"):
+        dry(tmp_path / "published", *options)
+    assert not (tmp_path / "published").exists()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json"])
+@pytest.mark.parametrize(
+    "text", ["", "step,eval_tau\n1,", "[]", "{}", '{"settings": {"command": "a \'b"}}', "[" * 10**5]
+)
+def test_a_damaged_learning_curve_is_told_and_leaves_no_folder(tmp_path, suffix, text):
+    source = a_drafter(tmp_path / "out")
+    (source / "learning_curve.json").write_text('{"settings": {"command": "python train_peagle.py"}}')
+    (source / "learning_curve.csv").write_text("step,num_input_tokens_seen,eval_tau\n1,1000,1.1")
+    (source / f"learning_curve.{suffix}").write_text(text)
+    with pytest.raises(ValueError, match="learning_curve.csv or learning_curve.json is damaged"):
+        dry(tmp_path / "published", "drafter", "--drafter", source, "--push_to_hub", "org/drafter")
+    assert [*tmp_path.iterdir()] == [source]
+
+
+def test_a_drafter_without_a_target_is_asked_for_it(tmp_path):
+    source = a_drafter(tmp_path / "out", target="")
+    with pytest.raises(ValueError, match="does not say what its target is.*--target"):
+        dry(tmp_path / "published", "drafter", "--drafter", source, "--push_to_hub", "org/drafter")
+
+
+def test_tokens_stay_out_of_recorded_commands(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_peagle.py", "--hub_token", TOKEN, f"--hub_token={TOKEN}", "hf_small"])
+    assert command_line() == "python train_peagle.py --hub_token hf_... --hub_token=hf_... hf_small"
 
 
 @pytest.mark.slow

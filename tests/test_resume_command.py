@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -72,3 +73,21 @@ def test_without_the_refusal_another_learning_rate_would_be_ignored(workplace, t
     main(arguments_for(workplace, tmp_path / "b", **flags))
     one, other = (load_file(tmp_path / name / "checkpoint-4/model.safetensors") for name in "ab")
     assert all(other[name].equal(tensor) for name, tensor in one.items())
+
+
+def test_other_data_under_the_same_name_are_refused(workplace, tmp_path, capsys):  # noqa: F811
+    """Also where the draft tokens are the same."""
+    flags = {"max_steps": 2, "save_steps": 1, "train_file": str(tmp_path / "chats.jsonl"), "draft_vocab_size": 0}
+    lines = (workplace[0] / "chats.jsonl").read_text().splitlines(True)
+    Path(flags["train_file"]).write_text("".join(lines))
+    main(arguments_for(workplace, tmp_path / "out", **flags))
+    again = flags | {"resume_from_checkpoint": "true", "max_steps": 3}
+    Path(flags["train_file"]).write_text("".join(lines[1:]))
+    with pytest.raises(
+        ValueError, match="checkpoint-2 was in the midst of other data.*--init_from_drafter .*checkpoint-2"
+    ):
+        main(arguments_for(workplace, tmp_path / "out", **again))
+    Path(flags["train_file"]).write_text("".join(lines))
+    capsys.readouterr()
+    main(arguments_for(workplace, tmp_path / "out", **again))
+    assert "2 updates done, 1 updates of" in capsys.readouterr().out  # what is told to come

@@ -210,6 +210,17 @@ def test_the_step_that_is_measured_rounds_as_training_does(target, tmp_path, bf1
     assert set(seen) == {expected}
 
 
+def test_what_is_foretold_is_the_mean_of_unlike_batches(target, tmp_path, monkeypatch):
+    blocks = [block(document(length, length)) for length in (6, 12, 30)]
+    trainer = build_trainer(target, blocks, tmp_path)
+    seen, step = [], trainer.training_step
+    watched = lambda model, batch, count: (seen.append(batch["input_ids"].numel()), step(model, batch, count))  # noqa: E731
+    monkeypatch.setattr(trainer, "training_step", watched)
+    tokens, slots, seconds = measure_batch(trainer)
+    assert tokens == 16 and slots > 16 and seconds > 0
+    assert seen[0] == seen[1] and sorted(seen[1:]) == [6, 12, 30]  # one to warm up
+
+
 def test_a_step_with_nothing_supervised_leaves_the_parameters_alone(target, tmp_path):
     trainer = build_trainer(target, [UNSUPERVISED], tmp_path, max_steps=2)
     before = state(trainer)
