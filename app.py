@@ -36,7 +36,7 @@ from streaming_peagle import StreamedToken, TokenStream
 WAYS = {"plain": "Plain decoding", "drafted": "P-EAGLE"}
 ORDERS = {"P-EAGLE first": ("drafted", "plain"), "plain first": ("plain", "drafted")}
 AUTO, CHAIN, TREE = "auto: as many as pay", "a chain of K", "a tree"
-MOST_TOKENS, MOST_NODES = 512, 63
+MOST_TOKENS, MOST_NODES, HOTTEST = 512, 63, 2
 LONGEST = 20_000  # characters of a text that are looked at at all
 WAITING = 20  # chats that wait for their turn; who comes then is asked to come later
 INTERVAL = 0.1  # seconds between two states shown: showing takes time from decoding
@@ -225,6 +225,13 @@ def checked(name: str, text: str | None) -> str:
     return text
 
 
+def between(name: str, value, least: int, most: int) -> float:
+    """The number of a field, or gr.Error for anything else: whoever asks by the API can send what no slider does."""
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise gr.Error(f"{name} must be a number from {least} to {most}, not {shown(repr(value))}.")
+    return value
+
+
 def prompt_ids(engine: PEAGLEInference, turns: list[Turn], message: str, system: str, tools: str) -> list[int]:
     """The chat as the template writes it. Where that knows no tools or no system prompt, they are written as text."""
     chat = [{"role": "system", "content": system}] if system.strip() else []
@@ -258,9 +265,14 @@ def answer(
     """
     message, system = checked("The message", message), checked("The system prompt", system)
     tools = checked("The list of tools", tools)
-    if not message.strip():
+    if all(
+        unicodedata.category(character)[0] in "CZ" for character in message
+    ):  # nor is one of invisible signs a message
         raise gr.Error("Write a message first.")
-    depth, nodes, max_tokens = int(depth), int(nodes), int(max_tokens)
+    depth = int(between("K", depth, 1, engine.drafter.config.num_depths))
+    nodes = int(between("The number of draft tokens", nodes, 1, MOST_NODES))
+    max_tokens = int(between("The number of new tokens", max_tokens, 1, MOST_TOKENS))
+    temperature = between("The temperature", temperature, 0, HOTTEST)
     ids, limit = prompt_ids(engine, turns, message, system, tools), position_limit(engine.target)
     if len(ids) + max_tokens > limit:
         raise gr.Error(
@@ -325,7 +337,7 @@ def build_demo(drafter=None, target=None, **loading) -> gr.Blocks:
             nodes = gr.Slider(1, MOST_NODES, 16, step=1, label="Draft tokens of a tree")
         with gr.Row():
             order = gr.Radio(list(ORDERS), value="P-EAGLE first", label="One after the other")
-            temperature = gr.Slider(0, 2, 0, step=0.05, label="Temperature, 0 is greedy")
+            temperature = gr.Slider(0, HOTTEST, 0, step=0.05, label="Temperature, 0 is greedy")
             max_tokens = gr.Slider(1, MOST_TOKENS, 128, step=1, label="New tokens at most")
         with gr.Accordion("System prompt and tools", open=False):
             system = gr.Textbox(label="System prompt", lines=2, max_length=LONGEST)

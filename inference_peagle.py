@@ -12,8 +12,10 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from jinja2 import TemplateError
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
@@ -85,6 +87,19 @@ class Generation:
         return len(self.tokens) / self.stats.total_seconds
 
 
+# What transformers raises over files that hold something else than it expects; RuntimeError for sizes beyond memory, too.
+DAMAGE = (
+    StrictDataclassError,
+    AttributeError,
+    KeyError,
+    TypeError,
+    RuntimeError,
+    MemoryError,
+    OverflowError,
+    UnpicklingError,
+)
+
+
 def published_loader():
     """The class whose code a published drafter lacks; late, as its module imports this one."""
     try:
@@ -101,7 +116,8 @@ def load_drafter(checkpoint: str | Path | PreTrainedModel) -> PreTrainedModel:
 
     Raises:
         FileNotFoundError: There is no such folder, or it has no config.json.
-        ValueError: The model is no drafter.
+        ValueError: The model is no drafter, or a damaged one.
+        OSError: The weights do not fit config.json.
     """
     drafter = checkpoint
     if not isinstance(checkpoint, torch.nn.Module):
@@ -111,9 +127,17 @@ def load_drafter(checkpoint: str | Path | PreTrainedModel) -> PreTrainedModel:
             raise FileNotFoundError(
                 f"There is no drafter in {name}: name a folder that train_peagle.py made, or a Hub id."
             )
-        config, _ = PreTrainedConfig.get_config_dict(checkpoint)
-        loader = published_loader() if is_published(config) else AutoModel
-        drafter = loader.from_pretrained(checkpoint, trust_remote_code=True)
+        try:
+            config, _ = PreTrainedConfig.get_config_dict(checkpoint)
+            loader = published_loader() if is_published(config) else AutoModel
+            drafter = loader.from_pretrained(checkpoint, trust_remote_code=True)
+        except DAMAGE as error:
+            # PyTorch's advice for a damaged file is to run whatever code it holds.
+            said = "" if isinstance(error, UnpicklingError) else f": {error}"
+            raise ValueError(
+                f"The drafter in {name} cannot be loaded ({type(error).__name__}{said}). Its config.json or its weights are "
+                "damaged, of a format that is not known here, or larger than the memory: copy or download them again."
+            ) from error
     if "eagle_aux_hidden_state_layer_ids" not in drafter.config.to_dict():
         raise ValueError(f"{drafter.name_or_path} holds a {type(drafter).__name__}, which is no P-EAGLE drafter.")
     return drafter

@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
 )
-from transformers.utils import ModelOutput, cached_file
+from transformers.utils import SAFE_WEIGHTS_NAME, ModelOutput, cached_file
 
 
 # The repository root is both a folder of scripts and a remote-code package; only this form of import serves both.
@@ -42,7 +42,7 @@ try:
     from .heads_peagle import FrozenHeadScore, MarkovHead
     from .layers_peagle import PEagleFirstLayer, PEagleLayer
     from .modeling_peagle_sequential import best, read_in_waves
-    from .published_peagle import RENAMED, UNREAD
+    from .published_peagle import RENAMED, UNREAD, check_weights
 except ImportError:
     from attach_peagle import attach, prepare_for
     from configuration_peagle import DrafterConfig, PEagleConfig
@@ -50,7 +50,7 @@ except ImportError:
     from heads_peagle import FrozenHeadScore, MarkovHead
     from layers_peagle import PEagleFirstLayer, PEagleLayer
     from modeling_peagle_sequential import best, read_in_waves
-    from published_peagle import RENAMED, UNREAD
+    from published_peagle import RENAMED, UNREAD, check_weights
 
 
 # Where the Markov head of a finished drafter is.
@@ -114,6 +114,12 @@ class PEagleOutput(ModelOutput):
     last_hidden_state: torch.FloatTensor | None = None
     cache: Cache | None = None
     scores: torch.Tensor | None = None
+
+
+def _file_of(folder, name: str, kwargs: dict, **how) -> str | None:
+    """A file of a folder or a repository of the Hub, with what `kwargs` of `from_pretrained` say about the place."""
+    hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    return cached_file(folder, name, **{key: kwargs[key] for key in hub if key in kwargs}, **how)
 
 
 class Drafter:
@@ -339,7 +345,7 @@ class Drafter:
 
         Raises:
             OSError: The weights file is missing, truncated, or has tensors missing, unknown or of another shape; or its
-                draft vocabulary is none.
+                draft vocabulary is none; or what [`check_weights`] refuses, or NaN or inf.
         """
         try:
             model, info = super().from_pretrained(
@@ -371,6 +377,19 @@ class Drafter:
                 f"The tensor d2t in {pretrained_model_name_or_path} is damaged: it must give ascending token ids below "
                 f"{model.config.vocab_size}. Download or copy the weights again."
             )
+        weights = _file_of(
+            pretrained_model_name_or_path, SAFE_WEIGHTS_NAME, kwargs, _raise_exceptions_for_missing_entries=False
+        )
+        try:
+            if weights is not None and not ids.is_meta:  # other kinds of files hold what they hold
+                check_weights(weights, cls.base_model_prefix, ids.cpu())
+            for name, tensor in model.state_dict().items():
+                if not tensor.is_meta and not tensor.isfinite().all():
+                    raise ValueError(f"{name} holds NaN or inf")
+        except ValueError as error:
+            raise OSError(
+                f"In the checkpoint in {pretrained_model_name_or_path} {error}. Download or copy it again."
+            ) from error
         return (model, info) if output_loading_info else model
 
     def _adjust_missing_and_unexpected_keys(self, loading_info):
@@ -389,9 +408,8 @@ class Drafter:
 
     def _load_markov_head(self, folder, kwargs: dict):
         """From the file of its own in a folder or a repository of the Hub, with the options of `from_pretrained`."""
-        hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         try:
-            path = cached_file(folder, MARKOV_FILE, **{name: kwargs[name] for name in hub if name in kwargs})
+            path = _file_of(folder, MARKOV_FILE, kwargs)
             tensors = {name.removeprefix("markov_head."): tensor for name, tensor in load_file(path).items()}
             self.markov_head.load_state_dict(tensors)
         except (OSError, SafetensorError, RuntimeError) as error:

@@ -213,3 +213,90 @@ def test_what_cannot_be_loaded_is_refused(published, change, message):
     (folder / "config.json").write_text(json.dumps(config | change))
     with pytest.raises((ValueError, OSError), match=message):
         load_drafter(folder)
+
+
+def first_with(change):
+    """Changes the first tensor that is no map of the vocabulary."""
+
+    def apply(tensors):
+        name = min(tensors.keys() - {"d2t", "t2d"})
+        tensors[name] = change(tensors[name])
+
+    return apply
+
+
+def with_t2d_of_another(tensors):
+    tensors["t2d"] = tensors["t2d"].roll(1)
+
+
+def with_a_layer_twice(tensors):
+    tensors |= {name.replace("midlayer.", "layers.0."): tensor * 2 for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("published", "damage", "message"),
+    [
+        ("EAGLE-3", with_a_layer_twice, "twice, under two names: layers.0.hidden_norm.weight"),
+        (
+            "EAGLE-3",
+            lambda tensors: tensors.update({"peagle.fc.weight": tensors["fc.weight"] + 1}),
+            "peagle.fc.weight",
+        ),
+        ("EAGLE-3", first_with(lambda tensor: tensor.to(torch.int8)), r"no floating-point numbers: .*\(I8\)"),
+        ("EAGLE-3", first_with(lambda tensor: tensor.bool()), r"no floating-point numbers: .*\(BOOL\)"),
+        ("EAGLE-3", first_with(lambda tensor: tensor * float("nan")), "holds NaN or inf"),
+        ("EAGLE-3", lambda tensors: tensors.update(d2t=tensors["d2t"].float()), "d2t holds torch.float32"),
+        ("EAGLE-3", lambda tensors: tensors.update(d2t=tensors["d2t"].bool()), "d2t"),
+        ("EAGLE-3", with_t2d_of_another, "t2d and d2t tell different"),
+        ("EAGLE-3, own embeddings", lambda tensors: tensors["d2t"].fill_(1), "d2t gives other tokens"),
+        ("EAGLE-3, own embeddings", lambda tensors: tensors["t2d"].fill_(False), "t2d and d2t tell different"),
+    ],
+    indirect=["published"],
+)
+def test_weights_that_would_be_read_otherwise_than_meant_are_refused(published, damage, message):
+    _, folder = published
+    load_drafter(folder)
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(OSError, match=message):
+        load_drafter(folder)
+
+
+@pytest.mark.parametrize("published", ["EAGLE-3, speculators"], indirect=True)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"speculators_config": ["x"]},
+        {"transformer_layer_config": None},
+        {"draft_vocab_size": "many"},
+        {"target_hidden_size": 10**12},
+        [],
+        None,
+    ],
+    ids=str,
+)
+def test_a_damaged_configuration_is_refused_in_words(published, change):
+    _, folder = published
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change if isinstance(change, dict) else change))
+    with pytest.raises(ValueError, match="(?s)drafter .*(copy|download)"):
+        load_drafter(folder)
+
+
+@pytest.mark.parametrize("published", ["EAGLE-3"], indirect=True)
+def test_a_pointer_in_place_of_weights_is_refused_in_words(published):
+    _, folder = published
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(ValueError, match="drafter .* cannot be loaded .*download"):
+        load_drafter(folder)
+
+
+@pytest.mark.parametrize("published", ["EAGLE-3, SafeAILab"], indirect=True)
+def test_a_null_says_nothing(published):
+    _, folder = published
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_config"]["use_aux_hidden_state"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    load_drafter(folder)
