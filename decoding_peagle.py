@@ -116,12 +116,12 @@ class DecodingStats:
         return self.total_seconds - self.prefill_seconds - self.draft_seconds - self.verify_seconds
 
     def depth_counts(self, depth: int) -> tuple[int, int]:
-        """`(kept, tried)`: rounds that drafted beyond `depth`, and those of them that kept more than `depth` tokens.
+        """`(kept, tried)`: rounds that kept more than `depth` draft tokens, and rounds that drafted at all.
 
-        Their ratio is the joint acceptance at `depth` (0 is the first): a draft token there and all before it were kept.
+        Their ratio is the joint acceptance at `depth` (0 is the first). Rounds that did not draft so deep count as well, so
+        that it falls with depth, and those of all depths add up to the drafts that such a round keeps.
         """
-        tried = [kept for kept, drafted in zip(self.accepted, self.drafted) if drafted > depth]
-        return sum(kept > depth for kept in tried), len(tried)
+        return sum(kept > depth for kept in self.accepted), sum(drafted > 0 for drafted in self.drafted)
 
     def judged(self, depth: int) -> int:
         """Rounds whose draft tokens at `depth` were looked at: all before it were kept and no stop came first."""

@@ -70,7 +70,7 @@ class Generation:
 
     @property
     def acceptance_per_depth(self) -> list[float]:
-        """Of the rounds that drafted so deep, the share that kept a token at this depth, and so all before it."""
+        """Of the rounds that drafted, the share that kept a draft token at this depth, and so all before it."""
         depths = range(max(self.stats.drafted, default=0))
         return [kept / tried for kept, tried in map(self.stats.depth_counts, depths)]
 

@@ -80,8 +80,8 @@ def taken(columns: dict | None, prompts: np.ndarray) -> dict | None:
 def ratios(own: dict, baselines: dict[str, dict | None]) -> dict:
     """What an interval belongs to, from columns `(..., prompts)` of one way and, by suffix, of what it is compared with.
 
-    `joint[d]` is the share of the draft tokens at depth d that were kept; `conditional[d]` is their share among those
-    judged: all before them were kept and no stop came first. Speed-ups are of equal work, see [`seconds_of_plain`], so where
+    `joint[d]` is the share of the rounds with drafts that kept one at depth d; `conditional[d]` is the share of the draft
+    tokens there that were kept among those judged: all before them were kept and no stop came first. Speed-ups are of equal work, see [`seconds_of_plain`], so where
     answers have other lengths they are not the ratio of the tokens per second.
     """
     found = {"tau": acceptance_length(own["emitted"], own["rounds"])}

@@ -147,9 +147,9 @@ def top(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     if whole < max(2 * num * CHUNK, SMALL):  # too little would be ruled out
         return logits.topk(num)
     chunks = logits[:, :whole].unflatten(1, (-1, CHUNK)).amax(dim=-1).topk(num).indices
-    every = torch.arange(logits.shape[1], device=logits.device)
-    places = (chunks[:, :, None] * CHUNK + every[:CHUNK]).flatten(1)
-    places = torch.cat([places, every[whole:].expand(len(logits), -1)], dim=1)
+    places = (chunks[:, :, None] * CHUNK + torch.arange(CHUNK, device=logits.device)).flatten(1)
+    rest = torch.arange(whole, logits.shape[1], device=logits.device)
+    places = torch.cat([places, rest.expand(len(logits), -1)], dim=1)
     values, best = logits.gather(1, places).topk(num)
     return values, places.gather(1, best)
 

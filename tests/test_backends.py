@@ -95,6 +95,9 @@ def serve():
     """Starts a server that answers each POST with what a function makes of its JSON; gives its address."""
     servers = []
 
+    class WideServer(ThreadingHTTPServer):
+        request_queue_size = 256  # of the 5 that it takes by itself, all others wait seconds for their next try
+
     def start(answer):
         class Handler(BaseHTTPRequestHandler):
             def log_message(self, *args):
@@ -107,7 +110,7 @@ def serve():
                 self.end_headers()
                 self.wfile.write(said)
 
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        servers.append(WideServer(("127.0.0.1", 0), Handler))
         threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
         return f"http://127.0.0.1:{servers[-1].server_port}/v1"
 

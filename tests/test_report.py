@@ -77,7 +77,7 @@ def answers(*taus, speed=1.5):
 
 def test_acceptance_by_depth_of_known_rounds():
     total = summary({"plain": run(0.9, steps(9)), "chain": run(0.6, KNOWN)})["chain"]["total"]
-    assert total["joint"] == [3 / 4, 2 / 3, 1 / 3, 0]
+    assert total["joint"] == [3 / 4, 2 / 4, 1 / 4, 0]
     assert total["conditional"] == [3 / 4, 2 / 2, 1 / 2, None]
     assert total["tau"] == 9 / 4 and total["speed_up"] == pytest.approx(1.5)
     assert total["end_to_end_speed_up"] == pytest.approx(1.4 / 1.1) and total["fraction_of_ideal"] == pytest.approx(
@@ -97,7 +97,7 @@ def test_rounds_that_drafted_are_told_from_the_others():
     stats = DecodingStats(drafted=[2, 0, 3], nodes=[2, 0, 5], accepted=[2, 0, 1], emitted=[3, 1, 2], **times)
     total = summary({"plain": run(0.9, steps(6)), "chain": run(1.0, stats, round_seconds=[0.35, 0.2, 0.45])})
     total = total["chain"]["total"]
-    assert total["tau"] == 6 / 3 and total["joint"] == [2 / 2, 1 / 2, 0, None]
+    assert total["tau"] == 6 / 3 and total["joint"] == [2 / 2, 1 / 2, 0, 0]
     assert (total["drafting_rounds"], total["rounds"]) == (2, 3)
     wanted = {"tau": 5 / 2, "draft_ms": 100, "verify_ms": 250, "host_ms": 50, "plain_ms": 150}
     assert total["break_even"] == pytest.approx(wanted | {"needed_tau": (100 + 250 + 50) / 150})

@@ -350,8 +350,8 @@ def decode(sample):
     with sample.drafter.attach(sample.target) as target:
         options = {"assistant_model": sample.drafter, "return_dict_in_generate": True, "do_sample": False}
         output = target.generate(sample.prompt, max_new_tokens=40, num_assistant_tokens=DEPTHS, **options)
-    counts = [output.stats.depth_counts(depth) for depth in range(DEPTHS)]
-    return output.sequences, [kept / tried for kept, tried in counts]
+    stats = output.stats
+    return output.sequences, [stats.depth_counts(depth)[0] / stats.judged(depth) for depth in range(DEPTHS)]
 
 
 def test_a_sample_learned_by_heart_is_accepted_at_every_depth(by_heart):
