@@ -43,7 +43,7 @@ class PEagleArguments(TrainingArguments):
     )
     parallel_drafting: bool = HfArg(
         default=True,
-        help="Draft all depths in one forward; if false, one token after the other (EAGLE-3), to compare with.",
+        help="Whether to draft all depths in one forward; else one token after the other (EAGLE-3), to compare with.",
     )
     num_layers: int = HfArg(default=1, help="Layers of a drafter without --drafter_model.")
     init_from_target: bool = HfArg(default=False, help="Start from the target's last layers and final norm.")
@@ -54,7 +54,7 @@ class PEagleArguments(TrainingArguments):
     draft_vocab_size: int = HfArg(
         default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary."
     )
-    fc_norm: bool = HfArg(default=True, help="Normalise the target's features layer by layer before the fusion.")
+    fc_norm: bool = HfArg(default=True, help="Whether to normalise the target's features layer by layer before the fusion.")
     markov_rank: int = HfArg(default=0, help="Rank of a head that tells every depth of the token before; 0 for none.")
     speculation_depth: int = HfArg(default=4, help="Draft tokens per round when decoding (K).")
     num_depths: int = HfArg(default=5, help="Depths to train (K_train), at least speculation_depth.")

@@ -414,6 +414,8 @@ def main(argv: list[str] | None = None) -> int:
         Path(args.plots).mkdir(parents=True, exist_ok=True)
     drafter = load_drafter(args.drafter)
     sequential = load_drafter(args.sequential_drafter) if args.sequential_drafter else None
+    for name in args.ways:
+        Way.named(name, args, drafter, sequential)  # raises what it has to, before the target is loaded
     target, tokenizer = load_target(args.target, dtype=args.dtype)
     prompts = load_prompts(
         args.prompts, args.held_out_file, tokenizer, target, args.num_prompts, args.per_category, args.eval_fraction

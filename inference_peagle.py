@@ -26,12 +26,12 @@ try:
     from .decoding_peagle import DecodingStats
     from .published_peagle import is_published
     from .streaming_peagle import PlainFeed, StreamClosed, StreamedToken, TokenFeed, TokenStream
-    from .target_peagle import load_target
+    from .target_peagle import hub_answers, load_target
 except ImportError:
     from decoding_peagle import DecodingStats
     from published_peagle import is_published
     from streaming_peagle import PlainFeed, StreamClosed, StreamedToken, TokenFeed, TokenStream
-    from target_peagle import load_target
+    from target_peagle import hub_answers, load_target
 
 
 ROOT = Path(__file__).resolve().parent
@@ -117,20 +117,31 @@ def load_drafter(checkpoint: str | Path | PreTrainedModel) -> PreTrainedModel:
     Raises:
         FileNotFoundError: There is no such folder, or it has no config.json.
         ValueError: The model is no drafter, or a damaged one.
-        OSError: The weights do not fit config.json.
+        OSError: The weights do not fit config.json, or the Hub does not give the drafter.
     """
     drafter = checkpoint
     if not isinstance(checkpoint, torch.nn.Module):
         # A path that is none would be taken for a Hub id, and an error of the network would hide the cause.
         path, name = Path(checkpoint), str(checkpoint)
-        if not (path / "config.json").is_file() and (path.exists() or name.count("/") != 1):
+        folder = (path / "config.json").is_file()
+        if not folder and (path.exists() or name.count("/") != 1):
             raise FileNotFoundError(
                 f"There is no drafter in {name}: name a folder that train_peagle.py made, or a Hub id."
             )
+        online = not folder and hub_answers(name)
+        where = {} if folder else {"local_files_only": not online}
         try:
-            config, _ = PreTrainedConfig.get_config_dict(checkpoint)
+            config, _ = PreTrainedConfig.get_config_dict(checkpoint, **where)
             loader = published_loader() if is_published(config) else AutoModel
-            drafter = loader.from_pretrained(checkpoint, trust_remote_code=True)
+            drafter = loader.from_pretrained(checkpoint, trust_remote_code=True, **where)
+        except OSError as error:
+            if folder:
+                raise
+            reason = str(error) if online else "the Hub did not answer, and the local cache does not hold it whole"
+            raise OSError(
+                f"There is no drafter in a folder {name}, and as a Hub id it could not be loaded: {reason}. Check the "
+                "spelling and the network; for a gated or private one, accept its terms on its page and run `hf auth login`."
+            ) from error
         except DAMAGE as error:
             # PyTorch's advice for a damaged file is to run whatever code it holds.
             said = "" if isinstance(error, UnpicklingError) else f": {error}"

@@ -40,7 +40,7 @@ def held(args: PEagleArguments) -> Iterator[None]:
     """Keeps other runs out of `--output_dir`. The system lets go of it when a run ends, however it does.
 
     Raises:
-        FileExistsError: One that is still running writes there.
+        FileExistsError: One that is still running writes there, or without `--resume` what one made would be overwritten.
         OSError: The folder cannot be made.
     """
     lock, outcome = FileLock(os.path.join(args.output_dir, ".lock"), timeout=0), [None]
@@ -48,6 +48,11 @@ def held(args: PEagleArguments) -> Iterator[None]:
         try:
             os.makedirs(args.output_dir, exist_ok=True)
             lock.acquire()
+            made = sort_checkpoints(args.output_dir) or os.path.isfile(os.path.join(args.output_dir, "config.json"))
+            if made and not args.resume_from_checkpoint:
+                raise FileExistsError(
+                    f"{args.output_dir} holds a drafter: go on with --resume, or name another --output_dir."
+                )
         except Timeout:
             outcome = [
                 FileExistsError(f"Another run writes to {args.output_dir}: wait for it, or name another --output_dir.")
@@ -104,13 +109,10 @@ def checkpoint_to_resume(args: PEagleArguments, config: DrafterConfig) -> str | 
     """The checkpoint that `--resume` names, `true` for the last whole one of `--output_dir`; None without it.
 
     Raises:
-        ValueError: There is none, or it holds a drafter of another shape, of which parts would start anew unnoticed. Or
-            there is one, without `--resume`, that a new run would overwrite.
+        ValueError: There is none, or it holds a drafter of another shape, of which parts would start anew unnoticed.
     """
     path, there = args.resume_from_checkpoint, sort_checkpoints(args.output_dir)
     if not path:
-        if there or os.path.isfile(os.path.join(args.output_dir, "config.json")):
-            raise ValueError(f"{args.output_dir} holds a drafter: go on with --resume, or name another --output_dir.")
         return None
     named, passed = str(path).lower() != "true", []
     candidates = [path] if named else reversed(there)

@@ -75,7 +75,7 @@ def load_target(
     if name is None and revision is not None:
         raise ValueError("revision belongs to a Hub id: give the name of the model as well.")
     loaded = None
-    if name is None and _hub_answers(DEFAULT_TARGET):
+    if name is None and hub_answers(DEFAULT_TARGET):
         try:
             loaded = _load_from_hub(DEFAULT_TARGET, dtype, attn_implementation, "main")
         except OSError as error:  # a proxy's refusal is an answer as well
@@ -96,7 +96,7 @@ def load_target(
 
 def load_tokenizer(name: str | None = None) -> tuple[PreTrainedTokenizerBase, set[int]]:
     """The tokenizer of a target alone, and the ids that end its turns; see `load_target` for `name` and the errors."""
-    source = os.path.expanduser(name or (DEFAULT_TARGET if _hub_answers(DEFAULT_TARGET) else _find_default()))
+    source = os.path.expanduser(name or (DEFAULT_TARGET if hub_answers(DEFAULT_TARGET) else _find_default()))
     if not os.path.isdir(source):
         _require_repo_id(source)
     tokenizer = AutoTokenizer.from_pretrained(source)
@@ -138,7 +138,7 @@ def _load(source: str, dtype: torch.dtype | str, attn_implementation: str, **whe
 def _load_from_hub(repo: str, dtype: torch.dtype | str, attn_implementation: str, revision: str) -> tuple:
     """`_load` from the Hub or, where that does not answer, from its local cache alone."""
     _require_repo_id(repo)
-    online = _hub_answers(repo)
+    online = hub_answers(repo)
     try:
         return _load(repo, dtype, attn_implementation, revision=revision, local_files_only=not online)
     except OSError as error:
@@ -159,7 +159,7 @@ def _require_repo_id(name: str) -> None:
         raise FileNotFoundError(f"There is no folder {name}, and a Hub id would read owner/model.") from error
 
 
-def _hub_answers(repo: str) -> bool:
+def hub_answers(repo: str) -> bool:
     """Asked once per load: without a network huggingface_hub retries for 23 s per file."""
     try:
         get_session().head(hf_hub_url(repo, "config.json"), timeout=PROBE_SECONDS)

@@ -5,6 +5,7 @@ held-out conversations: by the true tau of greedy decoding, and by the share of 
 slots, which wavers less. Lines that the file has already are not run again.
 """
 
+import argparse
 import csv
 import json
 import subprocess
@@ -71,7 +72,10 @@ def table(lines: list[dict]):
 
 
 if __name__ == "__main__":
-    path, *options = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", help="the table, one JSON object a line; all else goes to train_peagle.py")
+    arguments, options = parser.parse_known_args()
+    path = arguments.path
     lines = [json.loads(line) for line in Path(path).read_text().splitlines()] if Path(path).exists() else []
     done = {line["recipe"] for line in lines}
     for recipe, own in RECIPES.items():

@@ -276,3 +276,9 @@ def test_what_cannot_be_read_or_written_fails_first(tmp_path, monkeypatch, flag)
 def test_a_folder_without_drafter_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="no drafter in"):
         evaluate_peagle.main(["--drafter", str(tmp_path)])
+
+
+def test_a_way_that_the_drafter_cannot_go_fails_before_the_target_is_loaded(monkeypatch):
+    monkeypatch.setattr(evaluate_peagle, "load_target", None)
+    with pytest.raises(ValueError, match="the depth is 99 in the way chain:99, but"):
+        evaluate_peagle.main(["--ways", "plain", "chain:99"])

@@ -22,10 +22,11 @@ from transformers import (
 )
 
 import decoding_peagle
+import inference_peagle
 from configuration_peagle import tokenizer_fingerprint
 from decoding_peagle import DecodingStats
 from generation_peagle import PEAGLEInference
-from inference_peagle import Generation
+from inference_peagle import Generation, load_drafter
 from streaming_peagle import TokenFeed
 
 
@@ -421,6 +422,12 @@ def test_pairs_that_do_not_fit_are_refused_with_the_cause(target, engine, tmp_pa
 
 
 # Loading
+
+
+def test_a_folder_that_is_not_there_is_named_where_the_hub_does_not_answer(monkeypatch):
+    monkeypatch.setattr(inference_peagle, "hub_answers", lambda name: False)  # as it would after a while
+    with pytest.raises(OSError, match="no drafter in a folder out/nope, .* the Hub did not answer"):
+        load_drafter("out/nope")
 
 
 def test_folders_are_loaded(target, engine, tmp_path):

@@ -17,7 +17,7 @@ from conftest import ROOT
 from safetensors.torch import load_file
 from test_training import BLOCKS, build_drafter, build_target, build_trainer, changed, losses, state
 
-from resume_peagle import checkpoint_to_resume, fault_of
+from resume_peagle import checkpoint_to_resume, fault_of, held
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,10 @@ def test_evaluations_change_nothing_of_what_is_learned(target, tmp_path):
 def test_a_drafter_that_is_there_is_not_overwritten(target, tmp_path):
     trainer = build_trainer(target, BLOCKS, tmp_path, **OPTIONS | {"save_steps": 2, "max_steps": 2})
     args = resuming(tmp_path, None)
-    assert checkpoint_to_resume(args, trainer.model.config) is None
+    with held(args):
+        assert checkpoint_to_resume(args, trainer.model.config) is None
     trainer.train()
-    with pytest.raises(ValueError, match="--resume, or name another --output_dir"):
-        checkpoint_to_resume(args, trainer.model.config)
+    with pytest.raises(FileExistsError, match="--resume, or name another --output_dir"), held(args):
+        pytest.fail("the run began")
+    with held(resuming(tmp_path)):  # to go on is allowed
+        pass
