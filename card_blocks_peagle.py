@@ -191,9 +191,11 @@ def recipes_block(lines: list[dict]) -> str:
 
 
 def curve_block(rows: list[dict], made: dict) -> str:
-    """Tau against training tokens, and where that leads."""
+    """Tau against training tokens, and where that leads; a run that started from a drafter learned more than its own tokens."""
     tokens, taus = ([float(row[key]) for row in rows] for key in ("num_input_tokens_seen", "eval_tau"))
     points = table([{"training tokens": int(count), "tau": tau} for count, tau in zip(tokens, taus)])
+    if "--init_from_drafter" in made["settings"]["command"]:
+        return f"{points}\n\n{origin(made)}"
     words = "Extrapolated, not measured: ten times the tokens, {:,.0f}, would bring tau {:.2f} ({:.2f} to {:.2f}) "
     words += "if the curve keeps the form a - b * tokens^-c."
     return "\n\n".join([points, words.format(10 * tokens[-1], *extrapolate(tokens, taus)), origin(made)])

@@ -57,6 +57,7 @@ BLOCKS = {  # by name, the files of results/ and what writes the block of what t
     "prompts": (["prompts.json"], ways_block),
     "recipes": (["recipes.jsonl"], recipes_block),
     "learning_curve": (["learning_curve.csv", "learning_curve.json"], curve_block),
+    "learning_curve_second": (["learning_curve_second.csv", "learning_curve_second.json"], curve_block),
 }
 for program, names in {"training": "step length shape ways", "data_steps": "steps memory extraction"}.items():
     for name in names.split():
