@@ -12,28 +12,13 @@ SPENT = {"round": "a round, ms", "verify": "of it verification", "draft": "draft
 
 
 def ways_of(report: dict) -> dict:
-    """By name, the ways of decoding that a report of `evaluate_peagle.py` compares, without the intervals of one prompt alone.
-
-    Those from before it compared several have a chain alone, and the pace of plain decoding in its sums.
-    """
-    if count_of(report) < 2:
-        report = without_intervals(report)
-    if "ways" in report:
-        return report["ways"]
-    total = report["total"]
-    ways = {
-        way: {"options": {}, "total": {"tokens_per_second": total[f"{way}_tokens_per_second"]}}
-        for way in ("stock", "plain")
-    }
-    total = total | {"tokens_per_second": total["drafted_tokens_per_second"]}
-    total["break_even"] = {"needed_tau": total["break_even_tau"]}
-    options = {"num_assistant_tokens": report["settings"]["speculation_depth"]}
-    return ways | {"chain": report | {"total": total, "options": options}}
+    """By name, the ways of decoding that a report of `evaluate_peagle.py` compares, without the intervals of one prompt alone."""
+    return (report if count_of(report) > 1 else without_intervals(report))["ways"]
 
 
 def count_of(report: dict) -> int:
     """The prompts of a report."""
-    return len(report["ways"]["plain"]["prompts"] if "ways" in report else report["prompts"])
+    return len(report["ways"]["plain"]["prompts"])
 
 
 def without_intervals(value):
@@ -206,9 +191,11 @@ def recipes_block(lines: list[dict]) -> str:
 
 
 def curve_block(rows: list[dict], made: dict) -> str:
-    """Tau against training tokens, and where that leads."""
+    """Tau against training tokens, and where that leads; a run that started from a drafter learned more than its own tokens."""
     tokens, taus = ([float(row[key]) for row in rows] for key in ("num_input_tokens_seen", "eval_tau"))
     points = table([{"training tokens": int(count), "tau": tau} for count, tau in zip(tokens, taus)])
+    if "--init_from_drafter" in made["settings"]["command"]:
+        return f"{points}\n\n{origin(made)}"
     words = "Extrapolated, not measured: ten times the tokens, {:,.0f}, would bring tau {:.2f} ({:.2f} to {:.2f}) "
     words += "if the curve keeps the form a - b * tokens^-c."
     return "\n\n".join([points, words.format(10 * tokens[-1], *extrapolate(tokens, taus)), origin(made)])

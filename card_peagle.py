@@ -29,7 +29,7 @@ from card_blocks_peagle import (
 ROOT = Path(__file__).resolve().parent
 MARKER = re.compile(r"<!-- (begin|end) (\S+) -->")
 BLOCK = re.compile(r"(<!-- begin (\S+) -->)(.*?)(<!-- end \2 -->)", re.DOTALL)
-INDEXED = ("spec_bench", "held_out")  # the reports in the model-index
+INDEXED = ("spec_bench", "prompts")  # the reports in the model-index
 
 
 def read(path: Path):
@@ -54,11 +54,10 @@ def read(path: Path):
 BLOCKS = {  # by name, the files of results/ and what writes the block of what they hold
     "spec_bench": (["spec_bench.json"], ways_block),
     "spec_bench_categories": (["spec_bench.json"], categories_block),
-    "held_out": (["held_out.json"], ways_block),
     "prompts": (["prompts.json"], ways_block),
-    "one_thread": (["held_out_one_thread.json"], ways_block),
     "recipes": (["recipes.jsonl"], recipes_block),
     "learning_curve": (["learning_curve.csv", "learning_curve.json"], curve_block),
+    "learning_curve_second": (["learning_curve_second.csv", "learning_curve_second.json"], curve_block),
 }
 for program, names in {"training": "step length shape ways", "data_steps": "steps memory extraction"}.items():
     for name in names.split():

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent
 REPOSITORY = (
     "*.py *.sh README.md LICENSE requirements.txt pyproject.toml .gitignore config.json model.safetensors".split()
 )
-REPOSITORY += "markov_head/* results/* accelerate_configs/*.yaml data/prompts.jsonl metrics/*/*.py".split()
+REPOSITORY += "markov_head/* results/* results/*/* accelerate_configs/*.yaml data/prompts.jsonl metrics/*/*.py".split()
 REPOSITORY += [f"{folder}/*.py" for folder in ("benchmarks", "custom_generate", "data", "tests")]
 # What an earlier push may have left and readers would take for ours: vLLM reads all weights that it finds. `*` is also `/`.
 REPLACED = ["*.py", "*.safetensors", "*.safetensors.index.json"]

@@ -140,7 +140,7 @@ def test_only_what_a_drafter_needs_is_published_and_nothing_of_this_machine(kind
 
 
 def test_the_card_tells_the_training_and_the_results_without_folders(tmp_path):
-    source, report = a_drafter(tmp_path / "out"), json.loads((ROOT / "results/held_out.json").read_text())
+    source, report = a_drafter(tmp_path / "out"), json.loads((ROOT / "results/prompts.json").read_text())
     made = {
         "settings": {
             "command": f"python train_peagle.py --output_dir={source} --train_file '{tmp_path}/my chats.jsonl'"
@@ -149,19 +149,17 @@ def test_the_card_tells_the_training_and_the_results_without_folders(tmp_path):
     (source / "learning_curve.json").write_text(json.dumps(made | {"environment": report["environment"]}))
     lines = ["step,num_input_tokens_seen,eval_tau", "2,1000,1.1", "4,2000.0,1.234"]
     (source / "learning_curve.csv").write_text("\n".join(lines))
-    report["settings"]["command"] = f"python evaluate_peagle.py --drafter {source} --output ~/reports/held_out.json"
-    (tmp_path / "held_out.json").write_text(json.dumps(report))
-    command = ["drafter", "--drafter", source, "--push_to_hub", "org/drafter", "--report", tmp_path / "held_out.json"]
+    report["settings"]["command"] = f"python evaluate_peagle.py --drafter {source} --output ~/reports/prompts.json"
+    (tmp_path / "prompts.json").write_text(json.dumps(report))
+    command = ["drafter", "--drafter", source, "--push_to_hub", "org/drafter", "--report", tmp_path / "prompts.json"]
     card = ModelCard(dry(tmp_path / "published", *command)["README.md"].decode())
     assert "2,000 training tokens, gave tau 1.23" in card.text
     assert "python train_peagle.py --output_dir=out --train_file 'my chats.jsonl'" in card.text
-    assert "python evaluate_peagle.py --drafter out --output held_out.json" in card.text
+    assert "python evaluate_peagle.py --drafter out --output prompts.json" in card.text
     assert str(tmp_path) not in card.content
     assert card.data.model_name == "drafter"
-    assert {result.metric_type: result.metric_value for result in card.data.eval_results} == {
-        "tau": round(report["total"]["tau"], 3),
-        "speed_up": round(report["total"]["speed_up"], 3),
-    }
+    found = {(result.metric_type, result.metric_value) for result in card.data.eval_results}
+    assert {("tau", round(report["ways"][name]["total"]["tau"], 3)) for name in ("chain", "auto")} <= found
 
 
 def test_commands_without_folders():
