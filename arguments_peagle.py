@@ -54,7 +54,9 @@ class PEagleArguments(TrainingArguments):
     draft_vocab_size: int = HfArg(
         default=6144, help="Tokens that the drafter can propose; 0 for the whole vocabulary."
     )
-    fc_norm: bool = HfArg(default=True, help="Whether to normalise the target's features layer by layer before the fusion.")
+    fc_norm: bool = HfArg(
+        default=True, help="Whether to normalise the target's features layer by layer before the fusion."
+    )
     markov_rank: int = HfArg(default=0, help="Rank of a head that tells every depth of the token before; 0 for none.")
     speculation_depth: int = HfArg(default=4, help="Draft tokens per round when decoding (K).")
     num_depths: int = HfArg(default=5, help="Depths to train (K_train), at least speculation_depth.")
@@ -118,6 +120,11 @@ class PEagleArguments(TrainingArguments):
     metric_for_best_model: str = HfArg(default="eval_tau", help="What the best checkpoint is chosen by.")
     include_num_input_tokens_seen: str = field(default="all", repr=False)  # for the learning curve
     learning_rate: float = HfArg(default=1e-3, help="Peak learning rate.")
+    muon: bool = HfArg(
+        default=False,
+        help="Learn the matrices of the layers by Muon, and only the rest by AdamW: the drafter learns more of each token. Takes "
+        "learning rates about twice as high.",
+    )
     lr_scheduler_type: str = HfArg(default="cosine", help="Learning-rate schedule.")
     warmup_steps: float = HfArg(default=0.05, help="Warm-up steps, or their share if below 1.")
     adam_beta2: float = HfArg(default=0.95, help="Beta2 of AdamW.")
@@ -168,6 +175,11 @@ class PEagleArguments(TrainingArguments):
             )
         if self.use_lora and self.drafter_model is None:
             raise ValueError("--use_lora trains the model of --drafter_model: name one.")
+        if self.muon and (self.use_lora or not self.optim.startswith("adamw_torch")):
+            raise ValueError(
+                "--muon moves whole matrices, which --use_lora does not train, and leaves the rest to AdamW, which another --optim "
+                "replaces: drop one of them."
+            )
         possible = ("mask_row",) if self.use_lora else ("mask_row", "trained")
         if self.drafter_model is not None and self.embeddings not in possible:
             raise ValueError(

@@ -32,7 +32,7 @@ IDLE = (
     *("run_name", "project", "trackio", "push_to_hub", "hub_", "local_rank", "ddp_timeout"),
 )
 # The optimizer's state brings these, whatever the flags say; or the state fits to no other.
-OPTIMIZER = ("optim", "learning_rate", "weight_decay", "adam_", "use_lora", "lora_rank", "lora_target_modules")
+OPTIMIZER = ("optim", "muon", "learning_rate", "weight_decay", "adam_", "use_lora", "lora_rank", "lora_target_modules")
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from data.feature_shards import FeatureShards, ShardShuffle
 from data.target_signals import target_signals
 from losses_peagle import LOSSES, WEIGHTS, Teacher, acceptance
 from modeling_peagle import slot_layout, slot_visibility
+from optimizer_peagle import MuonWithAdamW, matrices_of
 from resume_peagle import save_flags
 
 
@@ -313,6 +314,17 @@ class PEagleTrainer(Trainer):
         """Target ids to indices into the draft vocabulary, -100 where a token is not in it."""
         index = torch.searchsorted(self.draft_ids, labels).clamp(max=len(self.draft_ids) - 1)
         return index.masked_fill(self.draft_ids[index] != labels, -100)
+
+    def create_optimizer(self, model=None):
+        fresh = self.optimizer is None
+        if self.args.muon and self.is_fsdp_enabled:
+            raise ValueError("--muon moves whole matrices, which FSDP spreads: drop one of them.")
+        adamw = super().create_optimizer(model)
+        if fresh and self.args.muon:
+            self.optimizer = MuonWithAdamW(
+                adamw, matrices_of(self.model if model is None else model), self.args.weight_decay
+            )
+        return self.optimizer
 
     def _get_train_sampler(self, train_dataset=None):
         if isinstance(self.train_dataset, FeatureShards):

@@ -37,6 +37,10 @@ RECIPES = {
     "embeddings trained": ["--embeddings", "trained"],
     "one token after the other": ["--parallel_drafting", "false"],
     "2 layers": ["--num_layers", "2"],
+    "rate 2e-3": ["--learning_rate", "2e-3"],
+    "muon": ["--muon"],
+    "muon, rate 2e-3": ["--muon", "--learning_rate", "2e-3"],
+    "markov head, survival, muon, rate 2e-3": "--markov_rank 64 --depth_weights survival --muon --learning_rate 2e-3".split(),
 }
 
 

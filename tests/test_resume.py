@@ -40,13 +40,15 @@ def resuming(folder, checkpoint="true"):
     return SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=checkpoint, process_index=0)
 
 
-@pytest.mark.parametrize(("cod_ratio", "markov_rank"), [(1.0, 0), (0.5, 0), (0.5, 4)])
-def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(target, tmp_path, cod_ratio, markov_rank):
+@pytest.mark.parametrize(
+    ("cod_ratio", "markov_rank", "muon"), [(1.0, 0, False), (0.5, 0, False), (0.5, 4, False), (0.5, 4, True)]
+)
+def test_a_resumed_run_is_bit_for_bit_the_run_without_a_break(target, tmp_path, cod_ratio, markov_rank, muon):
     def trainer(name):
         drafter = build_drafter(target, markov_rank=markov_rank)
         return build_trainer(target, BLOCKS, tmp_path / name, drafter=drafter, cod_ratio=cod_ratio, **options)
 
-    options = OPTIONS | {"save_steps": 3}
+    options = OPTIONS | {"save_steps": 3, "muon": muon, "lr_scheduler_type": "cosine"}
     straight, resumed = trainer("one"), trainer("two")
     straight.train()
     middle = load_file(tmp_path / "one/checkpoint-3/model.safetensors")
