@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from test_backbone import BACKBONES, make_drafter
 from test_training import BLOCKS, build_drafter, build_target, build_trainer, changed, state
 
 from arguments_peagle import PEagleArguments
@@ -30,6 +31,14 @@ def test_the_matrices_are_those_of_the_layers(target):
     )
     drafter.fc.weight.requires_grad_(False)
     assert "fc.weight" not in names_of(drafter, matrices_of(drafter))
+
+
+@pytest.mark.parametrize("family", BACKBONES)
+def test_of_a_backbone_they_are_those_of_the_layers_too(family):
+    drafter = make_drafter(BACKBONES[family](), BACKBONES[family]())
+    found = names_of(drafter, matrices_of(drafter))
+    assert {"fc.weight"} < found and sum("self_attn" in name for name in found) == len(found) // 7 * 4
+    assert not any("lm_head" in name or "embed" in name for name in found)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
