@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import time
 from collections import Counter
 from dataclasses import asdict
 
@@ -269,6 +270,18 @@ def test_measuring_leaves_everything_as_it_was(target):
     out = drafted(target, drafter, prompt, do_sample=True, max_new_tokens=8, **AUTO).sequences
     assert target in sizing_peagle.KNOWN
     assert torch.equal(out, sampled)
+
+
+def test_a_forward_that_was_disturbed_is_not_dearer_than_one_over_more_rows(target):
+    def disturb(module, args):
+        time.sleep(0.1 * (args[0].shape[1] == 4))
+
+    handle = target.model.layers[0].register_forward_pre_hook(disturb)
+    try:
+        costs = measure_costs(target, make_drafter(target))
+    finally:
+        handle.remove()
+    assert costs.target == sorted(costs.target) and costs.target[-1] < 0.1
 
 
 def test_a_pair_is_measured_once_until_it_changes():
