@@ -194,10 +194,11 @@ class Turn:
         state = answer.state if running or answer.state == "done" else "stopped"
         count, forwards = len(answer.tokens), answer.forwards
         rate = f"{answer.rate:.1f}" if answer.rate else "–"
-        numbers = f"<b>{rate}</b> tokens/s · {count} tokens · {forwards} target forwards"
+        numbers = f"<b>{rate}</b> tokens/s · {count} token{'s' * (count != 1)} · {forwards} target forward{'s' * (forwards != 1)}"
         bars = ""
         if way == "drafted":
-            numbers += f", {max(count - forwards, 0)} saved · tau <b>{answer.stats.tau:.2f}</b>"
+            tau = f"{answer.stats.tau:.2f}" if answer.stats.emitted else "–"  # the prompt's forward counts for none
+            numbers += f", {max(count - forwards, 0)} saved · tau <b>{tau}</b>"
             plain = self.answers["plain"]
             if plain.state == answer.state == "done" and plain.rate and answer.rate:
                 numbers += f" · {answer.rate / plain.rate:.2f}x plain, in this one run"

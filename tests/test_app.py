@@ -140,7 +140,11 @@ def test_an_answer_of_one_token_has_no_pace(engine):
         turn = app.Turn("Hello", ("plain", "drafted"), 0.8, "float32", dict(turns[-1].answers))
         turn.answers[way] = states(engine, max_tokens=1)[-1][2][-1].answers[way]
         page = turn.html()
-        assert len(turn.answers[way].ids) == 1 and "<b>–</b> tokens/s · 1 tokens" in page
+        assert (
+            len(turn.answers[way].ids) == 1
+            and "<b>–</b> tokens/s · 1 token · 1 target forward" in page
+            and "tau <b>0.00" not in page
+        )
         assert "x plain" not in page and "<b>0.0</b>" not in page
 
 
