@@ -60,40 +60,49 @@ class Disturbance:
     """
 
     def __init__(self):
-        self.cores, self.own, self.start = psutil.cpu_count(), time.process_time(), time.perf_counter()
+        self.own, self.start = time.process_time(), time.perf_counter()
         # A second of our own CPU time within the last minute adds about 1/60 to the one-minute load average.
         self.load = max(0.0, psutil.getloadavg()[0] - min(self.own / 60, torch.get_num_threads()))
         psutil.cpu_percent()  # the next call gives the share since this one
 
-    def reasons(self, share: float = 0.0, spread: float = 0.0, drift: float = 0.0) -> list[str]:
-        """Why times are not to be trusted; for the arguments see [`report`]."""
-        words = {
-            f"other programs asked for {self.load:.1f} of {self.cores} cores before the run": (
-                self.load > MOST_LOAD * self.cores
-            ),
-            f"other programs took {share:.0%} of the cores during the run": share > MOST_SHARE,
-            f"the middle half of the repeated plain steps differed by {spread:.0%}": spread > MOST_SPREAD,
-            f"the last third of the repeated plain steps took {1 + drift:.2f} times as long as the first": (
-                max(drift, -drift / (1 + drift)) > MOST_DRIFT
-            ),
-        }
-        return [word for word, present in words.items() if present]
+    def lap(self) -> dict:
+        """`seconds` since the last lap or the beginning, the part `others_share` of all cores that other programs had in them,
+        and their `load_of_others` before the first."""
+        own, now = time.process_time(), time.perf_counter()
+        seconds, self.start = now - self.start, now
+        share, self.own = psutil.cpu_percent() / 100 - (own - self.own) / seconds / psutil.cpu_count(), own
+        return {"load_of_others": self.load, "others_share": share, "seconds": seconds}
 
-    def report(self, steps: list[float]) -> dict:
-        """What was seen since the beginning, given the seconds of equal plain steps all along.
 
-        `others_share` is the part of all cores that other programs had; `step_ms` the median step in milliseconds, and
-        `step_spread` by how much of it the middle half of the steps differ, and `step_drift` by how much the median of the last
-        third is above that of the first; `trusted` tells whether nothing spoke against the times, and `disturbances`
-        (`list[str]`) what did.
-        """
-        own = (time.process_time() - self.own) / (time.perf_counter() - self.start) / self.cores
-        share = max(0.0, psutil.cpu_percent() / 100 - own)
-        low, middle, high = np.quantile(steps, [0.25, 0.5, 0.75]).tolist()
-        spread = (high - low) / middle
-        third = max(len(steps) // 3, 1)
-        drift = float(np.median(steps[-third:]) / np.median(steps[:third]) - 1)
-        reasons = self.reasons(share, spread, drift)
-        seen = {"load_of_others": self.load, "others_share": share, "step_ms": 1000 * middle, "step_spread": spread}
-        seen["step_drift"] = drift
-        return seen | {"trusted": not reasons, "disturbances": reasons}
+def reasons(load: float, share: float = 0.0, spread: float = 0.0, drift: float = 0.0) -> list[str]:
+    """Why times are not to be trusted; for the arguments see [`disturbances`]."""
+    cores = psutil.cpu_count()
+    words = {
+        f"other programs asked for {load:.1f} of {cores} cores before the run": load > MOST_LOAD * cores,
+        f"other programs took {share:.0%} of the cores during the run": share > MOST_SHARE,
+        f"the middle half of the repeated plain steps differed by {spread:.0%}": spread > MOST_SPREAD,
+        f"the last third of the repeated plain steps took {1 + drift:.2f} times as long as the first": (
+            max(drift, -drift / (1 + drift)) > MOST_DRIFT
+        ),
+    }
+    return [word for word, present in words.items() if present]
+
+
+def disturbances(laps: list[dict], steps: list[float]) -> dict:
+    """What was seen in the laps of a [`Disturbance`], or of several one after the other, given the seconds of equal plain steps
+    all along.
+
+    `load_of_others` is the largest; `others_share` the part of all cores that other programs had; `step_ms` the median step in
+    milliseconds, and `step_spread` by how much of it the middle half of the steps differ, and `step_drift` by how much the
+    median of the last third is above that of the first; `trusted` tells whether nothing spoke against the times, and
+    `disturbances` (`list[str]`) what did.
+    """
+    load, seconds = max(lap["load_of_others"] for lap in laps), sum(lap["seconds"] for lap in laps)
+    share = max(0.0, sum(lap["others_share"] * lap["seconds"] for lap in laps) / seconds)
+    low, middle, high = np.quantile(steps, [0.25, 0.5, 0.75]).tolist()
+    spread = (high - low) / middle
+    third = max(len(steps) // 3, 1)
+    drift = float(np.median(steps[-third:]) / np.median(steps[:third]) - 1)
+    found = reasons(load, share, spread, drift)
+    seen = {"load_of_others": load, "others_share": share, "step_ms": 1000 * middle, "step_spread": spread}
+    return seen | {"step_drift": drift, "trusted": not found, "disturbances": found}

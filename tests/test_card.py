@@ -16,8 +16,9 @@ from card_peagle import BLOCK, BLOCKS, main, write_card
 from configuration_peagle import PEagleConfig
 from data.prompts import overlap
 from environment_peagle import environment
-from evaluate_peagle import EvaluationArguments, Way
+from evaluate_peagle import EvaluationArguments
 from report_peagle import summarize_ways
+from ways_peagle import Way
 
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -143,7 +144,7 @@ def report(taus=((1, 2), (2, 3), (2, 5), (4, 4)), categories=("chat", "maths", "
     """What evaluate_peagle.py makes of known rounds, of which `taus` has the tokens, one tuple for each prompt. Plain
     decoding gives 11 tokens a second, and every way one more than that before it in `NAMES`."""
     args = EvaluationArguments(ways=names, sequential_drafter="other" if "sequential:3" in names else None, **made)
-    ways = [Way.named(name, args, DRAFTER, ONE_BY_ONE) for name in names]
+    ways = [Way.named(name, DRAFTER, ONE_BY_ONE) for name in names]
     prompts = [{"id": f"p{n}", "category": category} for n, category in enumerate(categories)]
     runs = []
     for n, emitted in enumerate(taus):

@@ -13,11 +13,13 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTra
 
 import decoding_peagle
 import evaluate_peagle
+import ways_peagle
 from configuration_peagle import PEagleConfig
-from evaluate_peagle import EvaluationArguments, Watch, Way, answer, evaluate, in_turn, plain_steps
+from evaluate_peagle import EvaluationArguments, evaluate
 from modeling_peagle import PEagleModel
 from prepack_peagle import prepack
 from report_peagle import print_table
+from ways_peagle import Watch, Way, answer, in_turn, plain_steps
 
 
 TEMPLATE = (
@@ -114,7 +116,7 @@ def wrong_accept(self, logits, drafts, honest=decoding_peagle.Continuation.accep
 
 
 def way(name, drafter=None, **settings):
-    return Way.named(name, EvaluationArguments(**settings), drafter)
+    return Way.named(name, drafter, **settings)
 
 
 def answer_in(target, drafter, name, ids, seed=0, show=None, **options):
@@ -264,7 +266,7 @@ def test_other_draws_are_not_compared(target, tokenizer, drafter, prompts, capsy
 
 def test_the_clock_runs_from_the_call_and_stops_while_text_is_shown(target, monkeypatch):
     clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
-    monkeypatch.setattr(evaluate_peagle, "time", clock)
+    monkeypatch.setattr(ways_peagle, "time", clock)
 
     def show_for(seconds):
         clock.now += seconds
@@ -306,7 +308,7 @@ def test_other_families_and_windows(name):
     handle = target.register_forward_hook(lambda module, args, outputs: rows.append(outputs.logits[0, -1]))
     assert min(step() for _ in range(3)) > 0
     handle.remove()
-    fresh = target(torch.tensor(ids).repeat(30)[None, : evaluate_peagle.READ + 1]).logits[0, -1]
+    fresh = target(torch.tensor(ids).repeat(30)[None, : ways_peagle.READ + 1]).logits[0, -1]
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
     torch.testing.assert_close(rows[0], fresh, atol=1e-3, rtol=1e-4)
 

@@ -25,9 +25,10 @@ from test_evaluate import (  # noqa: F401
 import decoding_peagle
 import evaluate_peagle
 import sizing_peagle
-from evaluate_peagle import EvaluationArguments, answer, evaluate
+from evaluate_peagle import EvaluationArguments, evaluate
 from report_peagle import print_table
 from sizing_peagle import Costs
+from ways_peagle import answer, parting
 
 
 @pytest.mark.parametrize("ways, temperature, broken", [(CHAIN, 0.0, True), (TREE, 0.5, False)])
@@ -142,7 +143,7 @@ def test_rounding_at_a_near_tie_is_no_broken_promise(target, tokenizer, drafter,
 
 
 def test_an_answer_that_just_ends_is_explained_by_no_tie(target):
-    assert evaluate_peagle.parting(target, [1, 2], [3, 4], [3]) == {"position": 1, "gap": None, "near_tie": False}
+    assert parting(target, [1, 2], [3, 4], [3]) == {"position": 1, "gap": None, "near_tie": False}
 
 
 def test_the_command_notices_from_any_folder(tmp_path, target, tokenizer, drafter):
@@ -208,30 +209,96 @@ def test_the_command_writes_everything_down(tmp_path, target, tokenizer, drafter
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {"acceptance.png", "categories.png", "sizes.png"}
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_what_was_measured_before_it_stopped_is_kept(tmp_path, target, tokenizer, drafter, monkeypatch, capsys, error):
-    path, output, calls = write(tmp_path, {"prompt": "Hello"}, {"prompt": "Bye"}), tmp_path / "results.json", []
+@pytest.fixture
+def stopped(tmp_path, target, tokenizer, drafters, monkeypatch):
+    """Runs the command on three prompts until an error comes with so many answers, as they are counted from the warm-up on.
+    Returns the exit status or the error's text, the report and what was answered."""
+    rows = [{"prompt": text} for text in ("Hello", "Bye", "More")]
+    path, output, seen, hooks = write(tmp_path, *rows), tmp_path / "results.json", [], len(target._forward_hooks)
 
-    def stop(*args, **options):
-        calls.append(1)
-        if len(calls) == 6:  # the warm-up, the first prompt, one answer to the second
-            raise error
-        return answer(*args, **options)
+    def run(*words, error=None, after=None):
+        def answer_until(target, way, ids, *args, **options):
+            if len(seen) == after:
+                raise error
+            seen.append((way.name, tokenizer.decode(ids)))
+            return answer(target, way, ids, *args, **options)
 
-    monkeypatch.setattr(evaluate_peagle, "load_target", lambda name, dtype: (target, tokenizer))
-    monkeypatch.setattr(evaluate_peagle, "load_drafter", lambda name: drafter)
-    monkeypatch.setattr(evaluate_peagle, "answer", stop)
-    words = f"--ways plain chain --prompts {path} --max_new_tokens 4 --prepack false --quiet true --output {output}"
-    if error is KeyboardInterrupt:
-        assert evaluate_peagle.main(words.split()) == 130
-        assert "INTERRUPTED: these are only the prompts" in capsys.readouterr().out
-    else:
-        with pytest.raises(error):
-            evaluate_peagle.main(words.split())
-    report = json.loads(output.read_text())
-    assert report["settings"]["interrupted"] is True
+        seen.clear()
+        monkeypatch.setattr(evaluate_peagle, "load_target", lambda name, dtype: (target, tokenizer))
+        monkeypatch.setattr(evaluate_peagle, "load_drafter", lambda name: drafters[name == "owner/other"])
+        monkeypatch.setattr(evaluate_peagle, "answer", answer_until)
+        command = (
+            f"--ways plain chain --prompts {path} --max_new_tokens 4 --prepack false --quiet true --output {output}"
+        )
+        try:
+            status = evaluate_peagle.main([*command.split(), *words])
+        except (OSError, ValueError, MemoryError) as raised:
+            status = str(raised)
+        assert "generate" not in vars(target) and len(target._forward_hooks) == hooks
+        return status, json.loads(output.read_text() or "null"), list(seen)
+
+    run.answers = tmp_path / "results.json.answers.jsonl"
+    return run
+
+
+@pytest.mark.parametrize("error, status", [(KeyboardInterrupt(), 130), (MemoryError("no more"), "no more")])
+def test_what_was_measured_before_it_stopped_is_kept(stopped, capsys, error, status):
+    """The warm-up, the first prompt, one answer to the second."""
+    ended, report, _ = stopped(error=error, after=5)
+    assert ended == status and report["settings"]["interrupted"] is True
     assert [row["id"] for row in report["ways"]["chain"]["prompts"]] == ["line 1"]
-    assert "generate" not in vars(target) and not target._forward_hooks
+    out = capsys.readouterr().out
+    assert (status == 130) == ("INTERRUPTED: these are only the prompts" in out and "same command and --resume" in out)
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"id": "line 2", "runs": [{"pl'])
+def test_a_stopped_measurement_goes_on(stopped, torn):
+    """What is there is not asked again, and the report is that of all; a line that a kill cut short is."""
+    stopped(error=KeyboardInterrupt(), after=5)
+    with stopped.answers.open("ab") as file:
+        file.write(torn)
+    status, report, seen = stopped("--resume")
+    assert (
+        status == 0
+        and [text.split("\n")[1].removesuffix("<|im_end|>") for _, text in seen[2:]] == ["Bye"] * 2 + ["More"] * 2
+    )
+    # The order goes on as well: A B, B A, A B after B A.
+    assert [name for name, _ in seen[2:]] == ["chain", "plain"] + ["chain", "plain"]
+    assert (report["settings"]["interrupted"], report["settings"]["sittings"]) == (False, 2)
+    assert not stopped.answers.exists()
+    _, whole, _ = stopped()
+    assert whole["settings"]["sittings"] == 1
+    for name, way in whole["ways"].items():
+        for key in ("id", "tokens", "decoded", "rounds", "tau", "identical", "joint", "partings"):
+            assert [row[key] for row in report["ways"][name]["prompts"]] == [row[key] for row in way["prompts"]]
+
+
+def test_a_kill_costs_one_prompt(stopped, monkeypatch):
+    """Even where no report could be written."""
+    monkeypatch.setattr(evaluate_peagle, "summarize_ways", None)
+    with pytest.raises(TypeError):
+        stopped(error=KeyboardInterrupt(), after=7)
+    made, *rows = map(json.loads, stopped.answers.read_text().splitlines())
+    assert made["ways"] == ["plain", "chain"] and [row["id"] for row in rows] == ["line 1", "line 2"]
+
+
+def test_only_the_same_measurement_goes_on(stopped):
+    stopped(error=KeyboardInterrupt(), after=5)
+    answers = stopped.answers.read_bytes()
+    for words, message in (
+        ([], "--resume it, or delete them"),
+        (["--resume", "--max_new_tokens", "5"], "max_new_tokens 4, not 5"),
+        (["--resume", "--num_prompts", "2"], "prompts '"),
+        (["--resume", "--drafter", "owner/other", "--ways", "plain", "auto"], "drafters ['"),
+    ):
+        status, report, seen = stopped(*words)
+        assert message in status and not seen and report["settings"]["interrupted"]
+        assert stopped.answers.read_bytes() == answers
+    stopped.answers.unlink()
+    status, _, seen = stopped("--resume")
+    assert "there is no" in status and not seen
+    with pytest.raises(ValueError, match="--resume needs the --output"):
+        EvaluationArguments(resume=True)
 
 
 def test_a_table_that_fails_costs_no_measurement(tmp_path, target, tokenizer, drafter, monkeypatch):

@@ -21,7 +21,7 @@ def test_each_way_decodes_as_its_name_says(target, drafter, prompts, monkeypatch
         seen.clear()
         run = answer_in(target, drafter, name, ids)
         assert max(seen, default=0) == depth and max(run["stats"].nodes) == nodes, name
-    sizes = [way(name, drafter, speculation_depth=3, nodes=6).options for name in ("chain", "chain:2", "tree", "auto")]
+    sizes = [way(name, drafter, depth=3, nodes=6).options for name in ("chain", "chain:2", "tree", "auto")]
     assert [(o["num_assistant_tokens"], o["draft_tree"]) for o in sizes] == [(3, None), (2, None), (3, 6), (3, "auto")]
     assert way("auto+lookup:3", drafter).options["prompt_lookup_num_tokens"] == 3
     assert way("tree:4+lookup", drafter).depth == way("lookup").depth == 10

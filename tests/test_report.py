@@ -16,9 +16,9 @@ from conftest import ROOT
 
 import environment_peagle
 from decoding_peagle import DecodingStats
-from environment_peagle import Disturbance
-from evaluate_peagle import Way
+from environment_peagle import Disturbance, disturbances
 from report_peagle import plot, print_table, summarize_ways
+from ways_peagle import Way
 
 
 DRAFTER = SimpleNamespace(name_or_path="drafter")
@@ -333,7 +333,7 @@ def quiet(monkeypatch):
         load[:], share[:] = [load_average], [0.0, busy]
         disturbance = Disturbance()
         clock.update(perf_counter=10.0, process_time=40.0)
-        return disturbance.report(steps)
+        return disturbances([disturbance.lap()], steps)
 
     return measure
 
@@ -372,7 +372,7 @@ def test_another_program_is_seen():
     try:
         disturbance = Disturbance()
         sum(range(20_000_000))
-        share = disturbance.report([0.1])["others_share"]
+        share = disturbance.lap()["others_share"]
     finally:
         other.kill()
         other.wait()
