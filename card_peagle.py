@@ -59,9 +59,13 @@ BLOCKS = {  # by name, the files of results/ and what writes the block of what t
     "learning_curve": (["learning_curve.csv", "learning_curve.json"], curve_block),
     "learning_curve_second": (["learning_curve_second.csv", "learning_curve_second.json"], curve_block),
 }
-for program, names in {"training": "step length shape ways", "data_steps": "steps memory extraction"}.items():
+PROGRAMS = {"training": "step length shape ways", "data_steps": "steps memory extraction", "trees": "trees"}
+for program, names in PROGRAMS.items():
     for name in names.split():
-        BLOCKS[f"{program}_{name}"] = ([f"{program}.json"], partial(rows_block, name=name))
+        BLOCKS[name if name == program else f"{program}_{name}"] = (
+            [f"{program}.json"],
+            partial(rows_block, name=name),
+        )
 
 
 def write_card(text: str, results: Path) -> str:
