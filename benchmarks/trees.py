@@ -53,4 +53,4 @@ def trees() -> Iterator[dict]:
 
 
 if __name__ == "__main__":
-    measure_tables({"trees": trees}, environment(load_drafter(str(ROOT))), parser(__doc__).parse_args().output)
+    measure_tables({"trees": trees}, environment(load_drafter(str(ROOT)).float()), parser(__doc__).parse_args().output)
