@@ -215,21 +215,28 @@ class Turn:
         )
 
 
+class Refused(gr.Error):
+    """What a visitor entered cannot be answered. That is no fault of the server, whose log gets no traceback."""
+
+    def __init__(self, message: str):
+        super().__init__(message, print_exception=False)
+
+
 def checked(name: str, text: str | None) -> str:
-    """The text of a field, or gr.Error where no model should get it."""
+    """The text of a field, or Refused where no model should get it."""
     text = (text or "").replace("\r\n", "\n")
     if len(text) > LONGEST:
-        raise gr.Error(f"{name} has {len(text)} characters: shorten it to {LONGEST}.")
+        raise Refused(f"{name} has {len(text)} characters: shorten it to {LONGEST}.")
     for place, character in enumerate(text, start=1):
         if character not in "\n\t" and unicodedata.category(character) in ("Cc", "Cs"):
-            raise gr.Error(f"{name} has a control character, U+{ord(character):04X}, at place {place}: remove it.")
+            raise Refused(f"{name} has a control character, U+{ord(character):04X}, at place {place}: remove it.")
     return text
 
 
 def between(name: str, value, least: int, most: int) -> float:
-    """The number of a field, or gr.Error for anything else: whoever asks by the API can send what no slider does."""
+    """The number of a field, or Refused for anything else: whoever asks by the API can send what no slider does."""
     if type(value) not in (int, float) or not least <= value <= most:
-        raise gr.Error(f"{name} must be a number from {least} to {most}, not {shown(repr(value))}.")
+        raise Refused(f"{name} must be a number from {least} to {most}, not {shown(repr(value))}.")
     return value
 
 
@@ -244,7 +251,7 @@ def prompt_ids(engine: PEAGLEInference, turns: list[Turn], message: str, system:
     try:
         return fit_template(engine.tokenizer, chat, read_tools(tools.strip() or None), prompt=True)[0].ids
     except BadConversation as error:
-        raise gr.Error(f"This chat cannot be put to the model, {shown(str(error))}.") from error
+        raise Refused(f"This chat cannot be put to the model, {shown(str(error))}.") from error
 
 
 def answer(
@@ -262,21 +269,21 @@ def answer(
 ) -> Iterator[tuple]:
     """Answer a message both ways. Yields the HTML of the earlier turns and of this one, all turns, and the emptied field.
 
-    Raises gr.Error: What was entered cannot be answered; the message says why.
+    Raises gr.Error: What was entered cannot be answered (Refused), or decoding failed; the message says why.
     """
     message, system = checked("The message", message), checked("The system prompt", system)
     tools = checked("The list of tools", tools)
     if all(
         unicodedata.category(character)[0] in "CZ" for character in message
     ):  # nor is one of invisible signs a message
-        raise gr.Error("Write a message first.")
+        raise Refused("Write a message first.")
     depth = int(between("K", depth, 1, engine.drafter.config.num_depths))
     nodes = int(between("The number of draft tokens", nodes, 1, MOST_NODES))
     max_tokens = int(between("The number of new tokens", max_tokens, 1, MOST_TOKENS))
     temperature = between("The temperature", temperature, 0, HOTTEST)
     ids, limit = prompt_ids(engine, turns, message, system, tools), position_limit(engine.target)
     if len(ids) + max_tokens > limit:
-        raise gr.Error(
+        raise Refused(
             f"The chat has {len(ids)} tokens, and with {max_tokens} new ones exceeds the target's {limit}: shorten the message, "
             "ask for fewer tokens or clear the chat."
         )

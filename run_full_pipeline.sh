@@ -27,7 +27,8 @@ python -m data.extract_features ${target:+--model_path "$target"} --input "$work
 echo "== 4/5 training"
 resume=(); compgen -G "$work/drafter/checkpoint-*" > /dev/null && resume=(--resume_from_checkpoint true)
 accelerate launch train_peagle.py --feature_dir "$work/features" ${target:+--target_model "$target"} \
-    --output_dir "$work/drafter" --num_epochs "$epochs" --save_every 50 "${resume[@]}"
+    --output_dir "$work/drafter" --num_epochs "$epochs" --save_every 50 "${resume[@]}" \
+    --markov_rank 64 --depth_weights survival --muon --learning_rate 2e-3
 
 echo "== 5/5 evaluation"
 python evaluate_peagle.py --drafter "$work/drafter" ${target:+--target "$target"} --per_category 1 \

@@ -68,7 +68,7 @@ SMOKE = {
     + ["--eval_prompts", "1", "--eval_new_tokens", "4"],
     "evaluate": ["--num_prompts", "1", "--max_new_tokens", "8"],
 }
-RECIPE = ["--markov_rank", "64", "--depth_weights", "survival"]
+RECIPE = "--markov_rank 64 --depth_weights survival --muon --learning_rate 2e-3".split()
 GIB_A_WRITER = 8  # weights, cache, mask and scores, and CUDA's own
 
 

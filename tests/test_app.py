@@ -237,7 +237,7 @@ def test_tools_that_the_template_ignores_are_written_as_text(engine):
 )
 def test_bad_input_is_refused_with_the_cause_before_anything_runs(engine, change, fault):
     engine.drafter.calls.clear()
-    with pytest.raises(gr.Error, match=fault):
+    with pytest.raises(app.Refused, match=fault):
         states(engine, **change)
     assert not engine.drafter.calls
 
@@ -246,7 +246,7 @@ def test_a_chat_may_fill_the_context_to_the_last_token(engine):
     free = 512 - len(TOKENIZER(HELLO)["input_ids"]) + 5
     page = states(engine, "a" * (free - 8), max_tokens=8)[-1][1]
     assert "✓ outputs identical: 8 of 8 tokens" in page
-    with pytest.raises(gr.Error, match="exceeds the target's 512"):
+    with pytest.raises(app.Refused, match="exceeds the target's 512"):
         states(engine, "a" * (free - 7), max_tokens=8)
 
 
@@ -346,10 +346,11 @@ def test_the_served_chat_keeps_each_sessions_turns(url, engine):
     assert earlier == "" and texts(page)["drafted"] == whole
 
 
-def test_what_is_out_of_bounds_is_refused_to_the_one_who_sent_it(url):
+def test_what_is_out_of_bounds_is_refused_to_the_one_who_sent_it(url, capfd):
     client = visitor(url)
     with pytest.raises(Exception, match="Write a message first"):
         ask(client, " ").result()
+    assert "Traceback" not in capfd.readouterr().err  # as it would be for a fault of the server's
     for change in ({"depth": 99}, {"max_tokens": 100_000}, {"temperature": -1}, {"order": "at once"}):
         with pytest.raises(Exception, match="[Vv]alue"):
             ask(client, "Hello", **change).result()
