@@ -74,7 +74,8 @@ def build_drafter(args: PEagleArguments, target, tokenizer, draft_ids: torch.Lon
 
 @torch.no_grad()
 def take_drafter(drafter: Drafter, folder: str):
-    """Start from what the drafter in `folder` has learned. Rows of draft tokens that it does not have stay fresh.
+    """Start from what the drafter in `folder` has learned. Rows of draft tokens that it does not have stay fresh; its Markov
+    head says nothing after those, as what it has learned would make a bias of their random rows.
 
     Raises:
         ValueError: It is of another shape, or was trained for another target.
@@ -96,6 +97,8 @@ def take_drafter(drafter: Drafter, folder: str):
             differ.add(name)
         elif by_token:
             mine[shared] = given[rows]
+            if name == "markov_head.given.weight":
+                mine[~shared] = 0
         else:
             mine.copy_(given)
     if differ:

@@ -198,6 +198,12 @@ def test_training_starts_from_another_drafter_whatever_its_draft_vocabulary(work
         by_token = name.startswith(("lm_head", "markov_head"))
         assert torch.equal(left[name][rows] if by_token else left[name], right[name]), name
     assert not torch.equal(left["fc.weight"], fresh["fc.weight"]) and right["markov_head.next.weight"].any()
+    larger = start | {"init_from_drafter": str(tmp_path / "b")}  # what the smaller one lacks gets no bias, and gives none
+    main(arguments_for(workplace, tmp_path / "larger", **larger))
+    wider = PEagleModel.from_pretrained(tmp_path / "larger")
+    new = ~torch.isin(wider.draft_ids(), b.draft_ids())
+    assert new.any() and not wider.markov_head(new.nonzero()[:, 0]).any() and wider.markov_head((~new).nonzero()[:, 0]).any()
+    assert not wider.markov_head.next.weight[new].any()
     with pytest.raises(ValueError, match="they differ in layers"):
         main(arguments_for(workplace, tmp_path / "d", **start, num_layers=2))
     config = json.loads((tmp_path / "a/config.json").read_text())
